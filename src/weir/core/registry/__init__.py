@@ -1,0 +1,1 @@
+"""Which model revisions are approved, under which names they are reached, and what they cost."""

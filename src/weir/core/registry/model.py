@@ -1,0 +1,103 @@
+"""Aliases, revisions, pools and workload classes: what a name resolves to.
+
+A customer sends an alias; it resolves to a revision, which is immutable: engine, artifact, arguments, context window, typical
+output. A pool is the replicas serving one revision. Prices are a versioned schedule beside the revision.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from weir.core.metering import Price
+from weir.core.tenancy import ServiceClass
+from weir.units import Millis, Tokens
+
+
+class EngineKind(StrEnum):
+    """Which adapter runs a revision."""
+
+    LLAMACPP = "llamacpp"
+    OPENAI = "openai"
+    SIMULATED = "simulated"
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """An immutable, approved thing to run.
+
+    artifact: what the engine loads (a file's path for llama.cpp, the served model's name for an OpenAI-compatible server, a
+    calibration row for the simulated engine). chat: takes conversations; a base model takes plain prompts only.
+    context_tokens: window per request, input and output together. typical_output_tokens: declared by whoever registers.
+    external: runs outside the platform; serves only tenants that allow it.
+    """
+
+    id: str
+    engine: EngineKind
+    artifact: str
+    context_tokens: Tokens
+    max_output_tokens: Tokens
+    typical_output_tokens: Tokens
+    price: Price
+    chat: bool = True
+    external: bool = False
+    revoked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The replicas that serve one revision.
+
+    replicas: how many to keep. concurrency: requests a replica may run at once. urls: addresses of engines that run already
+    (else the platform launches them). on_demand: start with the first request, stop after idle_stop_ms without one.
+    """
+
+    name: str
+    revision: str
+    replicas: int
+    concurrency: int
+    urls: tuple[str, ...] = ()
+    on_demand: bool = False
+    idle_stop_ms: Millis = 600_000
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A name that applications use. default_max_output_tokens: the hold's output when a request names none."""
+
+    name: str
+    revision: str
+    default_max_output_tokens: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadClass:
+    """A row of policy data: what a kind of request may expect. A request gets the first row it fits.
+
+    input_tokens_max: None for no bound. ttft_target_ms and tpot_target_ms are p95 objectives over admitted requests.
+    """
+
+    name: str
+    service_class: ServiceClass
+    input_tokens_max: Tokens | None
+    default_deadline_ms: Millis
+    ttft_target_ms: Millis
+    tpot_target_ms: Millis
+
+    def fits(self, service_class: ServiceClass, input_tokens: Tokens) -> bool:
+        """Whether a request belongs to this row."""
+        if self.service_class is not service_class:
+            return False
+        return self.input_tokens_max is None or input_tokens <= self.input_tokens_max
+
+
+DEFAULT_WORKLOAD_CLASSES = (
+    WorkloadClass("short", ServiceClass.INTERACTIVE, 2_000, 60_000, 1_000, 50),
+    WorkloadClass("long", ServiceClass.INTERACTIVE, None, 300_000, 10_000, 100),
+    WorkloadClass("batch", ServiceClass.BATCH, None, 3_600_000, 600_000, 1_000),
+)
+
+
+def workload_class_of(
+    classes: tuple[WorkloadClass, ...], service_class: ServiceClass, input_tokens: Tokens
+) -> WorkloadClass:
+    """The first row that fits; the rows are checked at start to end with one that takes every length."""
+    return next(row for row in classes if row.fits(service_class, input_tokens))

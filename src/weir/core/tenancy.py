@@ -1,0 +1,166 @@
+"""Who may ask, and how much: tenants, applications, API keys, administrators, scopes and limits.
+
+Tenant → application → API key. Identity is stamped from the credential and never accepted from a request. A key is 256 random
+bits with a public id and a checksum; only its SHA-256 is kept. The checksum refuses a mistyped key without a look-up.
+"""
+
+import binascii
+import hashlib
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import TypeAlias
+
+KEY_SECRET_BYTES = 32
+KEY_ID_BYTES = 6
+_KEY_PREFIX = "weir"
+_KEY_LENGTH = len(_KEY_PREFIX) + 1 + 2 * KEY_ID_BYTES + 1 + 2 * KEY_SECRET_BYTES + 8
+
+
+class ServiceClass(StrEnum):
+    """Set by surface and application, never by the client."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
+class Role(StrEnum):
+    """Administrative roles, weakest first; each may do what those before it may, except that approving is its own right."""
+
+    VIEWER = "viewer"
+    OPERATOR = "operator"
+    RELEASER = "releaser"
+    APPROVER = "approver"
+    OWNER = "owner"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """An organisation that owns applications. time_zone: IANA name, used for budget windows."""
+
+    name: str
+    time_zone: str = "UTC"
+    disabled: bool = False
+    revoked: bool = False
+    external_allowed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """A tenant's program. aliases: the model aliases it may use, None for every one."""
+
+    tenant: str
+    name: str
+    service_class: ServiceClass = ServiceClass.INTERACTIVE
+    aliases: frozenset[str] | None = None
+    revoked: bool = False
+
+    def may_use(self, alias: str) -> bool:
+        """Whether this application is entitled to the alias."""
+        return self.aliases is None or alias in self.aliases
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A credential of an application. secret_sha256: digest of the whole key as presented."""
+
+    id: str
+    tenant: str
+    application: str
+    secret_sha256: bytes
+    revoked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AdminKey:
+    """A credential of an administrator. actor: the name that the audit trail shows."""
+
+    id: str
+    actor: str
+    role: Role
+    secret_sha256: bytes
+    revoked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """An authenticated caller."""
+
+    tenant: str
+    application: str
+    key: str
+    service_class: ServiceClass
+
+
+def format_key(key_id: str, secret: bytes) -> str:
+    """The key as shown once. key_id: 12 hex digits; secret: 32 random bytes."""
+    assert len(key_id) == 2 * KEY_ID_BYTES and len(secret) == KEY_SECRET_BYTES
+    body = f"{_KEY_PREFIX}-{key_id}-{secret.hex()}"
+    return f"{body}{binascii.crc32(body.encode()):08x}"
+
+
+def digest_of_key(presented: str) -> bytes | None:
+    """SHA-256 of a well-formed key; None if its form or checksum is wrong, so that it cannot be one of ours."""
+    if len(presented) != _KEY_LENGTH or not presented.isascii():
+        return None
+    encoded = presented.encode()
+    if f"{binascii.crc32(encoded[:-8]):08x}".encode() != encoded[-8:]:
+        return None
+    return hashlib.sha256(encoded).digest()
+
+
+# ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What a limit attaches to: a tenant, one of its applications, or one key of that, each also narrowed to one alias."""
+
+    tenant: str
+    application: str | None = None
+    key: str | None = None
+    alias: str | None = None
+
+    def public(self) -> dict[str, str]:
+        """The scope as refusals and the management API show it: only the fields that are set."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+
+Scopes: TypeAlias = tuple[Scope, ...]
+
+
+def scopes_of(tenant: str, application: str, key: str, alias: str) -> Scopes:
+    """Every scope whose limits apply to a request, widest first."""
+    return (
+        Scope(tenant),
+        Scope(tenant, application),
+        Scope(tenant, application, key),
+        Scope(tenant, alias=alias),
+        Scope(tenant, application, alias=alias),
+        Scope(tenant, application, key, alias),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one scope. None: unlimited; 0: nothing allowed. Units are in the names (tokens, micro-dollars)."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrency: int | None = None
+    spend_microusd_lifetime: int | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True when nothing is limited, so that the entry can be dropped."""
+        return all(getattr(self, f.name) is None for f in fields(self))
+
+
+ENFORCED_LIMITS: tuple[str, ...] = tuple(f.name for f in fields(Limits))
+PLANNED_LIMITS: tuple[str, ...] = (
+    "spend_microusd_per_day",
+    "spend_microusd_per_month",
+    "tokens_per_day",
+    "tokens_per_month",
+    "tokens_lifetime",
+)
+"""Named by the public contract and not enforced yet: setting one is refused as `unsupported_field`."""

@@ -1,0 +1,292 @@
+"""The messages between a gateway and the coordinator: the same values in one process and over the wire.
+
+They are small: no prompt, no token text. A gateway opens a session and numbers its requests with `ref`; every message about a
+request carries it. Up: register · acquire · progress · finish · stopped · cancel · lookup · standing. Down: granted · rejected ·
+booked · settled · stop · found · snapshot · fleet · drain.
+
+The tenant's concurrency returns at the terminal status; the replica's lane returns at `stopped`.
+"""
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from weir.core.endings import FinishReason, Status
+from weir.core.ledger.records import Timing
+from weir.core.metering import Basis, InputBasis
+from weir.core.registry.model import EngineKind
+from weir.core.registry.snapshot import Snapshot
+from weir.core.tenancy import ServiceClass
+from weir.units import Bytes, MicroDollars, Millis, Tokens
+
+
+class ReplicaAddress(msgspec.Struct, frozen=True):
+    """Where a replica is reached and what it can do. capabilities were probed at readiness."""
+
+    name: str
+    pool: str
+    revision: str
+    engine: EngineKind
+    url: str
+    model: str  # the name that the engine wants in its `model` field
+    context_tokens: Tokens
+    counts_tokens: bool = False  # exact input counts through `Engine.count_input`
+    continuous_usage: bool = False  # cumulative token counts on every chunk
+    cache_salt: bool = False
+    api_key: str | None = None
+
+
+# ── up: gateway → coordinator ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    """Opens a session. session: unique name of this run of the gateway."""
+
+    session: str
+
+
+class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
+    """Ask for a grant. deadline_left_ms: time from now to the last token, ≥ 1. waited_ms: time since the request was read."""
+
+    ref: int
+    request_id: str
+    request_id_given: bool  # chosen by the client, so it may be bound already
+    generation_id: str
+    body_digest: bytes
+    tenant: str
+    application: str
+    key: str
+    service_class: ServiceClass
+    workload_class: str
+    alias: str
+    revision: str
+    surface: str
+    stream: bool
+    input_tokens: Tokens
+    input_basis: InputBasis
+    input_bytes: Bytes
+    max_output_tokens: Tokens
+    choices: int
+    deadline_left_ms: Millis
+    waited_ms: Millis
+    session_key: str | None = None
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """First output was handed to the client, or more delivery is wanted. delivered_max: the next step wanted, or None."""
+
+    ref: int
+    attempt: int
+    first_output: bool = False
+    delivered_max: Tokens | None = None
+
+
+class AttemptUsage(msgspec.Struct, frozen=True):
+    """What an attempt used as the gateway knows it, all choices together."""
+
+    input_tokens: Tokens
+    cached_input_tokens: Tokens
+    output_tokens: Tokens
+    basis: Basis
+
+
+class Finish(msgspec.Struct, frozen=True, tag="finish"):
+    """The gateway's account of an end. attempt: 0 when nothing was granted yet. usage: None where the engine never started."""
+
+    ref: int
+    attempt: int
+    reason: FinishReason
+    delivered_tokens: Tokens = 0
+    usage: AttemptUsage | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    error_detail: str | None = None
+
+
+class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
+    """The engine confirmed that it runs nothing for this attempt. stop_ms: cancel decided → confirmed, None if it ended itself."""
+
+    ref: int
+    attempt: int
+    stop_ms: float | None = None
+
+
+class CancelById(msgspec.Struct, frozen=True, tag="cancel_by_id"):
+    """Cancel a tenant's request by its id; answered by `found` once it is terminal."""
+
+    query: int
+    tenant: str
+    request_id: str
+
+
+class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
+    """Ask for the latest execution of a request id; answered by `found`."""
+
+    query: int
+    tenant: str
+    request_id: str
+
+
+class AskStanding(msgspec.Struct, frozen=True, tag="ask_standing"):
+    """Ask for the caller's per-minute limits; answered by `standing_found`."""
+
+    query: int
+    tenant: str
+    application: str
+    key: str
+    alias: str
+
+
+Up: TypeAlias = Register | Acquire | Progress | Finish | Stopped | CancelById | Lookup | AskStanding
+
+
+# ── down: coordinator → gateway ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class LimitView(msgspec.Struct, frozen=True):
+    """A per-minute limit as headers show it; None: unlimited."""
+
+    limit: int | None = None
+    remaining: int | None = None
+    reset_ms: Millis | None = None
+
+
+class StandingView(msgspec.Struct, frozen=True):
+    """The caller's own tightest per-minute limits."""
+
+    requests: LimitView = LimitView()
+    tokens: LimitView = LimitView()
+
+
+class GenerationRecord(msgspec.Struct, frozen=True):
+    """An execution as its tenant may see it. posted: its settlement is durable. Amounts are the tenant's."""
+
+    generation_id: str
+    request_id: str
+    execution: int
+    alias: str
+    revision: str
+    status: Status
+    finish_reason: FinishReason | None = None
+    input_tokens: Tokens = 0
+    cached_input_tokens: Tokens = 0
+    output_tokens: Tokens = 0
+    cost_microusd: MicroDollars = 0
+    basis: Basis | None = None
+    posted: bool = False
+    timing: Timing = Timing()
+    error_code: str | None = None
+    error_detail: str | None = None
+
+
+class Granted(msgspec.Struct, frozen=True, tag="granted"):
+    """Start now. lane: the replica's slot, 0 … concurrency − 1. delivered_max: booked so far, not durable before `booked`."""
+
+    ref: int
+    execution: int
+    attempt: int
+    replica: ReplicaAddress
+    lane: int
+    queue_ms: float
+    delivered_max: Tokens
+
+
+class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
+    """Queued with everything taken; comes once per request, before granted."""
+
+    ref: int
+    execution: int
+    standing: StandingView
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """Refused; nothing was taken. generation: the bound execution behind a conflict."""
+
+    ref: int
+    code: str
+    detail: str
+    members: dict[str, Any]
+    standing: StandingView
+    retry_after_ms: Millis | None = None
+    should_retry: bool | None = None
+    generation: GenerationRecord | None = None
+
+
+class HoldBooked(msgspec.Struct, frozen=True, tag="hold_booked"):
+    """The hold is durable."""
+
+    ref: int
+
+
+class DeliveryBooked(msgspec.Struct, frozen=True, tag="delivery_booked"):
+    """Output up to delivered_max tokens may be handed to the client. delivered_max 0: the dispatch alone is durable."""
+
+    ref: int
+    attempt: int
+    delivered_max: Tokens
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """Terminal: what the request ended as and costs. Comes in answer to `finish`, or by itself while queued."""
+
+    ref: int
+    record: GenerationRecord
+
+
+class EndBooked(msgspec.Struct, frozen=True, tag="end_booked"):
+    """The settlement or release is durable. record: as the store has it, should it differ from what `ended` said."""
+
+    ref: int
+    record: GenerationRecord
+
+
+class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
+    """The coordinator wants a running request to end for this reason; the gateway stops the engine and answers `finish`."""
+
+    ref: int
+    reason: FinishReason
+
+
+class Found(msgspec.Struct, frozen=True, tag="found"):
+    """Answer to lookup and cancel_by_id; record None: unknown."""
+
+    query: int
+    record: GenerationRecord | None
+    standing: StandingView = StandingView()
+    unavailable: bool = False  # the store could not be asked
+
+
+class StandingFound(msgspec.Struct, frozen=True, tag="standing_found"):
+    """Answer to ask_standing."""
+
+    query: int
+    standing: StandingView
+
+
+class FleetView(msgspec.Struct, frozen=True, tag="fleet"):
+    """The replicas that are ready now; gateways ask one of them to count input tokens."""
+
+    ready: tuple[ReplicaAddress, ...]
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """No new work; what runs may finish within the grace."""
+
+    grace_ms: Millis
+
+
+Down: TypeAlias = (
+    Admitted
+    | Granted
+    | Rejected
+    | HoldBooked
+    | DeliveryBooked
+    | Ended
+    | EndBooked
+    | StopRequest
+    | Found
+    | StandingFound
+    | FleetView
+    | Drain
+    | Snapshot
+)

@@ -1,0 +1,375 @@
+"""The protocols that shells need and adapters implement. One contract suite per port runs on every implementation.
+
+Clock and Entropy keep time and randomness out of everything else. Engine is the port between the relay and an inference
+server; Launcher starts processes; LedgerStore and ControlStore keep state; CoordinatorLink is the coordinator as a gateway
+sees it.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from weir.core.endings import FinishReason
+from weir.core.ledger.records import ExecutionId, LedgerRecord
+from weir.core.registry.model import Alias, Pool, Revision
+from weir.core.registry.snapshot import Snapshot
+from weir.core.request import Message, Sampling
+from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Scope, Tenant
+from weir.errors import WeirError
+from weir.messages import Down, GenerationRecord, ReplicaAddress, Up
+from weir.units import MicroDollars, Millis, Nanos, Tokens
+
+# ── time and randomness ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Clock(Protocol):
+    """monotonic_ns for durations and deadlines, wall_ms (Unix epoch) for records and budget windows."""
+
+    def monotonic_ns(self) -> Nanos: ...
+
+    def wall_ms(self) -> Millis: ...
+
+
+class Entropy(Protocol):
+    """Unpredictable bytes: ids, key secrets. Seeded in tests and in the simulator."""
+
+    def token(self, size: int) -> bytes: ...
+
+
+# ── engines ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCall:
+    """One generation for one replica. lane: the replica's slot that the coordinator gave us, 0 … concurrency − 1.
+
+    cache_salt: the isolation scope's salt for engines with salted prefix caches, else None.
+    """
+
+    replica: ReplicaAddress
+    lane: int
+    prompt: str | tuple[Message, ...]
+    chat: bool
+    max_output_tokens: Tokens
+    sampling: Sampling
+    cache_salt: str | None = None
+
+
+@dataclass(slots=True)
+class Delta:
+    """A piece of output. text: may be empty. tokens: the engine's cumulative output count, None where chunks carry none."""
+
+    text: str
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUsage:
+    """The engine's own figures at the end. output_tokens counts all choices."""
+
+    input_tokens: Tokens
+    cached_input_tokens: Tokens
+    output_tokens: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEnd:
+    """How a run ended by itself. Exactly one of reason (stop, length, …) and fault is set. usage: None where none arrived.
+
+    fault: EngineError, ReplicaLost, Stalled or EngineRejected. output_tokens_seen: the last cumulative count of a chunk.
+    """
+
+    reason: FinishReason | None
+    usage: EngineUsage | None
+    fault: WeirError | None = None
+    output_tokens_seen: Tokens | None = None
+
+
+class EngineSink(Protocol):
+    """Receives a run's output, on the event loop. Never called again after `on_end`, nor after `EngineRun.cancel`."""
+
+    def on_deltas(self, deltas: Sequence[Delta]) -> None:
+        """All output that arrived in one read. The sink must not raise."""
+        ...
+
+    def on_end(self, end: EngineEnd) -> None:
+        """The run is over; called exactly once unless it was cancelled."""
+        ...
+
+
+class EngineRun(Protocol):
+    """A running generation."""
+
+    def pause(self) -> None:
+        """Stop reading from the engine (backpressure); idempotent."""
+        ...
+
+    def resume(self) -> None:
+        """Read again; idempotent."""
+        ...
+
+    def cancel(self) -> None:
+        """Stop generating; idempotent, also after the end. No sink call follows."""
+        ...
+
+    async def stopped(self) -> None:
+        """Returns once the engine runs nothing for this call: at once after a normal end, confirmed after a cancel.
+
+        Raises ReplicaLost when that cannot be confirmed within the engine's own bound.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """Client of the replicas of one engine kind. One object serves many replicas and calls."""
+
+    def start(self, call: EngineCall, sink: EngineSink) -> EngineRun:
+        """Begin a generation, always streamed from the engine. Never raises: faults arrive as `on_end`, on the loop, later."""
+        ...
+
+    async def count_input(
+        self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool
+    ) -> Tokens | None:
+        """Exact input tokens with the chat template, or None when the replica cannot say in time."""
+        ...
+
+    async def probe(self, replica: ReplicaAddress) -> ReplicaAddress:
+        """One health check: the address with what was found (capabilities, model name, context window). Raises EngineFault."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        ...
+
+
+class ReplicaProcess(Protocol):
+    """An engine process that the platform started."""
+
+    @property
+    def url(self) -> str:
+        """Base URL, known once the process listens."""
+        ...
+
+    @property
+    def api_key(self) -> str | None: ...
+
+    async def wait(self) -> int:
+        """The exit status, once it exited for whatever reason."""
+        ...
+
+    async def stop(self, grace_ms: Millis) -> None:
+        """Ask it to exit, then kill it after the grace; returns when it is gone. Idempotent."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts engine processes that end with their parent, also when it is killed."""
+
+    async def launch(self, revision: Revision, pool: Pool) -> ReplicaProcess:
+        """Start one replica and wait until it listens. Raises EngineError with the reason when it does not."""
+        ...
+
+
+# ── state ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class LeafBalance:
+    """Posted amounts of one (tenant, application, key, alias) in one budget window."""
+
+    tenant: str
+    application: str
+    key: str
+    alias: str
+    window: str
+    spent_microusd: MicroDollars
+    spent_tokens: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RecentTake:
+    """A bucket take of the last minutes, to rebuild buckets: units are net of what its settlement returned."""
+
+    tenant: str
+    application: str | None
+    key: str | None
+    alias: str | None
+    limit: str
+    net_units: int
+    at_ms: Millis
+
+
+@dataclass(frozen=True, slots=True)
+class StoredExecution:
+    """An execution as the store has it. open: held, not settled. delivered_max and replica: from its last step, if any.
+
+    held fields let recovery resolve it by rule. tenant_cost_and_delivery: for "may be run again".
+    """
+
+    id: ExecutionId
+    body_digest: bytes
+    record: GenerationRecord
+    open: bool
+    attempt: int
+    replica: str | None
+    delivered_max: Tokens
+    delivered_tokens: Tokens
+    input_tokens_held: Tokens
+    max_output_tokens: Tokens
+    choices: int
+    held_microusd: MicroDollars
+    price_version: int
+    application: str
+    key: str
+    ended_at_ms: Millis | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What a coordinator needs to take over. next_seq: one above the last record's."""
+
+    epoch: int
+    next_seq: int
+    balances: Sequence[LeafBalance] = ()
+    open_executions: Sequence[StoredExecution] = ()
+    recent_takes: Sequence[RecentTake] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class UsageQuery:
+    """Which usage rows to sum. Times are wall-clock milliseconds, from inclusive, to exclusive. group_by: columns."""
+
+    tenant: str | None = None
+    from_ms: Millis | None = None
+    to_ms: Millis | None = None
+    group_by: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRow:
+    """Sums of one group. group: the values of the grouping columns, by name."""
+
+    group: dict[str, str]
+    requests: int
+    input_tokens: Tokens
+    cached_input_tokens: Tokens
+    output_tokens: Tokens
+    cost_microusd: MicroDollars
+    platform_cost_microusd: MicroDollars
+
+
+USAGE_GROUPS = ("tenant", "application", "key", "alias", "revision", "day", "status", "workload_class")
+
+
+class LedgerStore(Protocol):
+    """The ledger's durable records. One writer per cell: each write carries the epoch and is refused if the store's is higher."""
+
+    async def open_epoch(self, recent_since_ms: Millis) -> Recovery:
+        """Become the writer: epoch + 1, and everything needed to continue. recent_since_ms: how far back takes are read."""
+        ...
+
+    async def write(self, epoch: int, records: Sequence[LedgerRecord]) -> None:
+        """Write a group in one transaction, in order; durable on return. Raises StaleEpoch, or LedgerUnavailable."""
+        ...
+
+    async def find_execution(self, tenant: str, request_id: str) -> StoredExecution | None:
+        """The latest execution of a request id. Raises LedgerUnavailable."""
+        ...
+
+    async def usage(self, query: UsageQuery) -> list[UsageRow]:
+        """Sums over usage rows. Raises LedgerUnavailable."""
+        ...
+
+    async def count_rejections(self, counts: Sequence[tuple[str, str, Millis, int]]) -> None:
+        """Add (tenant, code, minute as wall-clock ms, number) to the rejection counters."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """Who changed what. summary: JSON text without secrets."""
+
+    at_ms: Millis
+    actor: str
+    action: str
+    subject: str
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """Everything approved, as stored: what a snapshot is built from."""
+
+    version: int
+    tenants: Sequence[Tenant] = ()
+    applications: Sequence[Application] = ()
+    keys: Sequence[ApiKey] = ()
+    admin_keys: Sequence[AdminKey] = ()
+    aliases: Sequence[Alias] = ()
+    revisions: Sequence[Revision] = ()
+    pools: Sequence[Pool] = ()
+    limits: Sequence[tuple[Scope, Limits]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogChange:
+    """Rows to insert or replace, in one transaction with their audit entry. limits: an empty entry removes the row."""
+
+    audit: AuditEntry
+    tenants: Sequence[Tenant] = ()
+    applications: Sequence[Application] = ()
+    keys: Sequence[ApiKey] = ()
+    admin_keys: Sequence[AdminKey] = ()
+    aliases: Sequence[Alias] = ()
+    revisions: Sequence[Revision] = ()
+    pools: Sequence[Pool] = ()
+    limits: Sequence[tuple[Scope, Limits]] = ()
+
+
+class ControlStore(Protocol):
+    """Tenants, applications, keys, limits, revisions, prices and the audit trail."""
+
+    async def load(self) -> Catalog:
+        """The whole catalog in one consistent read."""
+        ...
+
+    async def apply(self, expected_version: int, change: CatalogChange) -> int:
+        """Apply a change if the catalog is still at expected_version; the new version. Raises AlreadyExists when it is not."""
+        ...
+
+    async def audit(self, limit: int, before_ms: Millis | None = None) -> list[AuditEntry]:
+        """The newest audit entries, newest first."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+# ── gateway and coordinator ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class CoordinatorLink(Protocol):
+    """The coordinator as a gateway sees it: a session of messages. Answers arrive at the session's inbox, in order."""
+
+    def send(self, message: Up) -> None:
+        """Never blocks, never raises; a lost link ends the session's requests as `coordinator_lost`."""
+        ...
+
+
+class GatewayInbox(Protocol):
+    """Where a session's down messages arrive, on the event loop."""
+
+    def deliver(self, message: Down) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledgement:
+    """Which parts hold a snapshot version, and which had not answered in time."""
+
+    version: int
+    pending: tuple[str, ...] = field(default=())
+
+
+PublishSnapshot = Callable[[Snapshot], Awaitable[Acknowledgement]]
+"""Control's way to the data plane: returns once the parts acknowledged, or after the bound."""
