@@ -1,7 +1,7 @@
 """The messages between a gateway and the coordinator: the same values in one process and over the wire.
 
-They are small: no prompt, no token text. A gateway opens a session and numbers its requests with `ref`; every message about a
-request carries it. Up: register · acquire · progress · finish · stopped · cancel · lookup · standing. Down: granted · rejected ·
+They are small: no prompt, no token text. A gateway opens a session and numbers its requests with `ref`; every message about
+a request carries it. Up: register · acquire · progress · finish · stopped · cancel · lookup · standing. Down: granted · rejected ·
 booked · settled · stop · found · snapshot · fleet · drain.
 
 The tenant's concurrency returns at the terminal status; the replica's lane returns at `stopped`.
@@ -104,7 +104,7 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
-    """The engine confirmed that it runs nothing for this attempt. stop_ms: cancel decided → confirmed, None if it ended itself."""
+    """The engine confirmed that it runs nothing for this attempt. stop_ms: from cancel to there, None if it ended by itself."""
 
     ref: int
     attempt: int

@@ -127,9 +127,7 @@ class Engine(Protocol):
         """Begin a generation, always streamed from the engine. Never raises: faults arrive as `on_end`, on the loop, later."""
         ...
 
-    async def count_input(
-        self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool
-    ) -> Tokens | None:
+    async def count_input(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
         """Exact input tokens with the chat template, or None when the replica cannot say in time."""
         ...
 
@@ -262,7 +260,7 @@ USAGE_GROUPS = ("tenant", "application", "key", "alias", "revision", "day", "sta
 
 
 class LedgerStore(Protocol):
-    """The ledger's durable records. One writer per cell: each write carries the epoch and is refused if the store's is higher."""
+    """The ledger's durable records. One writer per cell: a write carries the epoch and is refused if the store's is higher."""
 
     async def open_epoch(self, recent_since_ms: Millis) -> Recovery:
         """Become the writer: epoch + 1, and everything needed to continue. recent_since_ms: how far back takes are read."""

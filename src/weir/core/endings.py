@@ -92,14 +92,10 @@ def _completed(reason: FinishReason) -> EndingRule:
 
 
 def _failed(reason: FinishReason, error: type[errors.WeirError]) -> EndingRule:
-    return EndingRule(
-        Status.FAILED, reason, error, Payer.PLATFORM, Availability.BAD, retry_if_nothing_generated=True
-    )
+    return EndingRule(Status.FAILED, reason, error, Payer.PLATFORM, Availability.BAD, retry_if_nothing_generated=True)
 
 
-def _cancelled(
-    reason: FinishReason, error: type[errors.WeirError], *, native_http_status: int | None = None
-) -> EndingRule:
+def _cancelled(reason: FinishReason, error: type[errors.WeirError], *, native_http_status: int | None = None) -> EndingRule:
     return EndingRule(
         Status.CANCELLED,
         reason,

@@ -259,9 +259,7 @@ def _advance_queued(state: Queued, event: RequestEvent) -> RequestState:
 def _advance_dispatched(state: Dispatched, event: RequestEvent) -> RequestState:
     match event:
         case FirstOutput(now_ms):
-            return Streaming(
-                state.arrived_ms, state.admitted_ms, state.dispatched_ms, state.attempt, state.replica, now_ms
-            )
+            return Streaming(state.arrived_ms, state.admitted_ms, state.dispatched_ms, state.attempt, state.replica, now_ms)
         case Requeue():
             if state.attempt >= ATTEMPTS_MAX:
                 raise IllegalTransition(state, event)

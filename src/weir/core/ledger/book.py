@@ -174,9 +174,7 @@ class Book:
     def end(self, hold: Hashable, charge: Charge, now_ns: Nanos) -> tuple[BucketTake, ...]:
         """Post a charge and give the rest back; a release is a charge of nothing. Returns what buckets got back."""
         opened = self._holds.pop(hold)
-        assert (
-            charge.cost_microusd <= opened.worst.cost_microusd and charge.tenant_tokens <= opened.worst.tokens
-        )
+        assert charge.cost_microusd <= opened.worst.cost_microusd and charge.tenant_tokens <= opened.worst.tokens
         returns: list[BucketTake] = []
         for scope in opened.scopes:
             account = self._accounts[scope]
@@ -326,9 +324,7 @@ def _account_rows(scope: Scope, account: Account, now_ns: Nanos) -> Iterable[dic
     if account.limits.spend_microusd_lifetime is not None:
         balance = account.balance(LIFETIME_WINDOW)
         name = "spend_microusd_lifetime"
-        yield _row(
-            scope, name, account.limits.spend_microusd_lifetime, balance.held_microusd, balance.spent_microusd
-        )
+        yield _row(scope, name, account.limits.spend_microusd_lifetime, balance.held_microusd, balance.spent_microusd)
 
 
 def _row(scope: Scope, name: str, limit: int, held: int, spent: int) -> dict[str, Any]:

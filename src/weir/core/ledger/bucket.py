@@ -1,8 +1,8 @@
 """A per-minute limit as a token bucket, exact in integers (the generic cell rate algorithm, ITU-T I.371, in volume form).
 
 The bucket's capacity is the whole per-minute number and it refills continuously. Instead of a level there is a clock that runs
-at the refill rate and a mark, the *tat* (theoretical arrival time); `tat − clock` is what is used. Both are volumes: one unit is
-`SCALE`, and the clock advances by `rate` per nanosecond, so that nothing is ever rounded and a changed rate leaves every volume
+at the refill rate and a mark, the *tat* (theoretical arrival time); `tat − clock` is what is used. Both are volumes: one unit
+is `SCALE`, and the clock advances by `rate` per nanosecond, so that nothing is ever rounded and a changed rate leaves every volume
 as it is.
 
 An honest return. Each take occupies an interval of the volume axis, [start, end). What lies behind the clock has refilled

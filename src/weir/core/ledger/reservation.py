@@ -1,5 +1,6 @@
-"""One hold as a two-phase entry: held → SETTLED (engine · estimated · uncertain) · RELEASED. Settling again returns the first result.
+"""One hold as a two-phase entry: held → SETTLED (engine · estimated · uncertain) · RELEASED.
 
+Settling again returns the first result.
 TigerBeetle's pending, post and void transfers, in our terms. A reservation knows its amounts and nothing of accounts; `book`
 knows accounts.
 """

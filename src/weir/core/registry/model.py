@@ -96,8 +96,6 @@ DEFAULT_WORKLOAD_CLASSES = (
 )
 
 
-def workload_class_of(
-    classes: tuple[WorkloadClass, ...], service_class: ServiceClass, input_tokens: Tokens
-) -> WorkloadClass:
+def workload_class_of(classes: tuple[WorkloadClass, ...], service_class: ServiceClass, input_tokens: Tokens) -> WorkloadClass:
     """The first row that fits; the rows are checked at start to end with one that takes every length."""
     return next(row for row in classes if row.fits(service_class, input_tokens))

@@ -29,9 +29,7 @@ class Snapshot:
     revoked_keys: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "revoked_keys", frozenset(key.id for key in self.keys.values() if key.revoked)
-        )
+        object.__setattr__(self, "revoked_keys", frozenset(key.id for key in self.keys.values() if key.revoked))
         for name in ("tenants", "applications", "keys", "aliases", "revisions", "pools", "limits"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
@@ -55,11 +53,7 @@ class Snapshot:
 
     def is_revoked(self, tenant: str, application: str, key: str) -> bool:
         """Whether running work of this identity must be cancelled."""
-        return (
-            key in self.revoked_keys
-            or self.applications[tenant, application].revoked
-            or self.tenants[tenant].revoked
-        )
+        return key in self.revoked_keys or self.applications[tenant, application].revoked or self.tenants[tenant].revoked
 
     def resolve(self, principal: Principal, alias_name: str) -> tuple[Alias, Revision]:
         """What an alias means for this caller. Raises UnknownAlias, also for an alias that it may not use."""
