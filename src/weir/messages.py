@@ -1,8 +1,8 @@
 """The messages between a gateway and the coordinator: the same values in one process and over the wire.
 
 They are small: no prompt, no token text. A gateway opens a session and numbers its requests with `ref`; every message about
-a request carries it. Up: register · acquire · progress · finish · stopped · cancel · lookup · standing. Down: granted · rejected ·
-booked · settled · stop · found · snapshot · fleet · drain.
+a request carries it. Up: register · acquire · progress · finish · stopped · cancel · lookup · standing. Down: admitted ·
+rejected · granted · booked · ended · stop · found · snapshot · fleet · drain.
 
 The tenant's concurrency returns at the terminal status; the replica's lane returns at `stopped`.
 """
@@ -109,6 +109,7 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     ref: int
     attempt: int
     stop_ms: float | None = None
+    confirmed: bool = True  # False: the engine did not confirm within its bound, so the replica is in doubt
 
 
 class CancelById(msgspec.Struct, frozen=True, tag="cancel_by_id"):
@@ -240,6 +241,13 @@ class EndBooked(msgspec.Struct, frozen=True, tag="end_booked"):
     record: GenerationRecord
 
 
+class EndUnbooked(msgspec.Struct, frozen=True, tag="end_unbooked"):
+    """A settlement was not durable in time, and the answer was not streamed: answer ledger_unavailable and drop the output."""
+
+    ref: int
+    record: GenerationRecord
+
+
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
     """The coordinator wants a running request to end for this reason; the gateway stops the engine and answers `finish`."""
 
@@ -283,6 +291,7 @@ Down: TypeAlias = (
     | DeliveryBooked
     | Ended
     | EndBooked
+    | EndUnbooked
     | StopRequest
     | Found
     | StandingFound

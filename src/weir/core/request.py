@@ -169,16 +169,22 @@ RequestState: TypeAlias = Received | Admitted | Terminal
 
 @dataclass(frozen=True, slots=True)
 class Admit:
+    """Everything was taken and a place in the queue exists."""
+
     now_ms: Millis
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
+    """Refused; nothing was taken. code: the refusal's reason code."""
+
     code: str
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
+    """Placed on a replica that can start it now."""
+
     now_ms: Millis
     replica: str
 

@@ -132,13 +132,12 @@ class Book:
             balance.spent_microusd += microusd
             balance.spent_tokens += tokens
 
-    def restore_take(self, tenant: str, take: BucketTake, returned_units: int, at_ns: Nanos) -> None:
+    def restore_take(self, tenant: str, take: BucketTake, at_ns: Nanos) -> None:
         """Replay a recent take, net of what its settlement returned, in order of time; unlimited scopes are skipped."""
         account = self._accounts.get(Scope(tenant, take.application, take.key, take.alias))
         bucket = account.buckets.get(take.limit) if account else None
         if bucket is not None:
-            owner = object()
-            bucket.take(owner, take.units - returned_units, at_ns)
+            bucket.take(object(), take.units, at_ns)
 
     # ── the one step of admission ────────────────────────────────────────────────────────────────────────────────────
 
@@ -190,6 +189,15 @@ class Book:
                 if returned := bucket.settle(hold, used, now_ns):
                     returns.append(BucketTake(scope.application, scope.key, scope.alias, name, returned))
         return tuple(returns)
+
+    def forgive(self, scopes: Scopes, microusd: MicroDollars, tokens: Tokens) -> None:
+        """Take a posted charge back whose record never became durable. Buckets keep what they gave back."""
+        for scope in scopes:
+            balance = self._accounts[scope].balance(LIFETIME_WINDOW)
+            balance.spent_microusd -= microusd
+            balance.spent_tokens -= tokens
+            assert balance.spent_microusd >= 0
+            assert balance.spent_tokens >= 0
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

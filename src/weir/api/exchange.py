@@ -1,0 +1,143 @@
+"""One HTTP exchange: the request's body within its bounds, and the gateway's `Client` on top of a connection.
+
+Headers and the last bytes go through the ASGI server; chunks between them go straight to the transport, which never blocks, so
+that a relayed chunk costs no task switch.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from weir import errors
+from weir.api.connection import SCOPE_KEY, Connection
+from weir.config import GatewayConfig
+from weir.gateway.client import ClientWatcher
+from weir.ports import Clock
+from weir.units import Bytes, Nanos
+
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+
+_DISCARD_BYTES_MAX = 64 * 1024 * 1024
+_DISCARD_S = 10.0
+_FLUSH_POLL_S = 0.05
+
+
+class HttpExchange:
+    """scope, receive and send are the ASGI server's; the connection rides in the scope."""
+
+    def __init__(self, scope: dict[str, Any], receive: Receive, send: Send, clock: Clock, config: GatewayConfig) -> None:
+        self._receive = receive
+        self._send = send
+        self._clock = clock
+        self._config = config
+        self._connection: Connection = scope["extensions"][SCOPE_KEY]["connection"]
+        self._transport = self._connection.transport
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.read_ns: Nanos = clock.monotonic_ns()
+        self.written: Bytes = 0
+        self.is_started = False
+
+    # ── the request ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def body(self) -> bytes:
+        """The whole body. Raises RequestTooLarge, or InvalidRequest when it does not arrive in time or the client left."""
+        limit = self._config.body_bytes_max
+        declared = self.headers.get(b"content-length", b"0")
+        if declared.isdigit() and int(declared) > limit:
+            await self._discard_body()
+            raise _too_large(limit)
+        try:
+            async with asyncio.timeout(self._config.body_wait_ms / 1e3):
+                body = await self._read_up_to(limit)
+        except TimeoutError as late:
+            raise errors.InvalidRequest(
+                f"The body did not arrive within {self._config.body_wait_ms} ms.", members={"field": "body"}
+            ) from late
+        if body is None:
+            await self._discard_body()
+            raise _too_large(limit)
+        self.read_ns = self._clock.monotonic_ns()
+        return body
+
+    async def _read_up_to(self, limit: Bytes) -> bytes | None:
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                raise errors.InvalidRequest("The client left while sending its body.", members={"field": "body"})
+            parts.append(message["body"])
+            size += len(message["body"])
+            if size > limit:
+                return None
+            if not message["more_body"]:
+                return b"".join(parts)
+
+    async def _discard_body(self) -> None:
+        """Read on for a while, so that the refusal reaches a client that sends everything before it reads."""
+        if self.headers.get(b"expect", b"").lower() == b"100-continue":
+            return
+        discarded = 0
+        try:
+            async with asyncio.timeout(_DISCARD_S):
+                while discarded < _DISCARD_BYTES_MAX:
+                    message = await self._receive()
+                    if message["type"] != "http.request" or not message["more_body"]:
+                        return
+                    discarded += len(message["body"])
+        except TimeoutError:
+            return
+
+    # ── the gateway's Client ─────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nobody can read an answer any more."""
+        return self._connection.is_lost
+
+    @property
+    def unsent(self) -> Bytes:
+        """Bytes in the transport's buffer."""
+        size: int = self._transport.get_write_buffer_size()
+        return size
+
+    def watch(self, watcher: ClientWatcher | None) -> None:
+        """Tell this watcher about the client's fate."""
+        self._connection.watcher = watcher
+
+    async def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Status line and headers."""
+        self.is_started = True
+        if not self.is_lost:
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    def write(self, body: bytes) -> None:
+        """One chunk, straight to the transport."""
+        if not self.is_lost:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            self.written += len(body)
+
+    async def finish(self, body: bytes = b"") -> None:
+        """The last bytes; waits until the socket took them or the slow-client grace is over, and then cuts."""
+        if self.is_lost:
+            return
+        self.written += len(body)
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        deadline_ns = self._clock.monotonic_ns() + self._config.slow_client_grace_ms * 1_000_000
+        while not self.is_lost and self.unsent:
+            if self._clock.monotonic_ns() > deadline_ns:
+                self.abort()
+                return
+            await asyncio.sleep(_FLUSH_POLL_S)
+
+    def abort(self) -> None:
+        """Cut the connection."""
+        if not self._transport.is_closing() or self.unsent:
+            self._transport.abort()
+
+
+def _too_large(limit: Bytes) -> errors.RequestTooLarge:
+    return errors.RequestTooLarge(f"The body exceeds {limit} bytes.", members={"limit_bytes": limit})

@@ -1,0 +1,239 @@
+"""The tenant-side ASGI application: routes, authentication, and errors in the shape of the path that was asked.
+
+Raw ASGI, because it is on the path of every token. It knows which surface owns which path and nothing of what they mean.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+import structlog
+
+from weir import errors
+from weir.api import generations, openai
+from weir.api.exchange import HttpExchange, Receive, Send
+from weir.api.generations import NativeAnswer, generation_body, parse_generation, request_id_of
+from weir.api.openai import ChatAnswer, model_object, models_body, parse_chat
+from weir.api.wire import Headers, Rendered, id_headers, limit_headers, openai_error, problem
+from weir.config import GatewayConfig
+from weir.core.tenancy import Principal
+from weir.gateway.pipeline import Gateway
+from weir.messages import GenerationRecord, StandingView
+from weir.ports import Clock, Entropy
+
+_log = structlog.get_logger("weir.api")
+_OPENAI_PATHS = ("/v1/chat/", "/v1/models")
+Handler = Callable[["Call"], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class Call:
+    """One request on its way through the application. fallback_id: its x-request-id until a better one is known."""
+
+    exchange: HttpExchange
+    fallback_id: str
+    argument: str = ""
+
+    @property
+    def is_openai(self) -> bool:
+        """Whether this path answers in OpenAI's shapes."""
+        return self.exchange.path.startswith(_OPENAI_PATHS)
+
+
+class TenantApp:
+    """ASGI 3 application of a gateway. is_ready: whether new work is welcome (`/readyz`)."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        clock: Clock,
+        entropy: Entropy,
+        config: GatewayConfig,
+        is_ready: Callable[[], bool],
+        on_broken: Callable[[BaseException], None],
+    ) -> None:
+        self._gateway = gateway
+        self._clock = clock
+        self._entropy = entropy
+        self._config = config
+        self._is_ready = is_ready
+        self._on_broken = on_broken
+        self._fixed: dict[str, dict[str, Handler]] = {
+            "/v1/generations": {"POST": self._generate},
+            "/v1/chat/completions": {"POST": self._chat},
+            "/v1/models": {"GET": self._models},
+            "/healthz": {"GET": self._healthz},
+            "/readyz": {"GET": self._readyz},
+        }
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """One HTTP request."""
+        if scope["type"] != "http":
+            return
+        exchange = HttpExchange(scope, receive, send, self._clock, self._config)
+        call = Call(exchange, f"req-{self._entropy.token(12).hex()}")
+        try:
+            await self._route(call)
+        except errors.WeirError as refusal:
+            await self._refuse(call, refusal)
+        except AssertionError as broken:
+            self._on_broken(broken)
+            raise
+        except Exception as fault:
+            _log.error("request_failed", path=_safe_path(exchange.path), fault=type(fault).__name__, exc_info=fault)
+            await self._refuse(call, errors.InternalError("The platform failed while serving this request."))
+
+    # ── routing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _route(self, call: Call) -> None:
+        methods = self._fixed.get(call.exchange.path) or self._route_with_argument(call)
+        if methods is None:
+            raise errors.NotFound("There is nothing at this path.")
+        handler = methods.get(call.exchange.method)
+        if handler is None:
+            allowed = sorted(methods)
+            raise errors.MethodNotAllowed(f"This path takes {', '.join(allowed)}.", members={"allowed": allowed})
+        await handler(call)
+
+    def _route_with_argument(self, call: Call) -> dict[str, Handler] | None:
+        path = call.exchange.path
+        if path.startswith("/v1/models/"):
+            call.argument = unquote(path.removeprefix("/v1/models/"))
+            return {"GET": self._model}
+        if not path.startswith("/v1/generations/"):
+            return None
+        call.argument, _, action = path.removeprefix("/v1/generations/").partition("/")
+        routes: dict[str, dict[str, Handler]] = {
+            "": {"GET": self._lookup},
+            "cancel": {"POST": self._cancel},
+            "events": {"GET": self._events},
+        }
+        return routes.get(action)
+
+    def _authenticate(self, call: Call) -> Principal:
+        headers = call.exchange.headers
+        bearer = headers.get(b"authorization", b"")
+        presented = bearer[7:] if bearer[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
+        return self._gateway.inbox.snapshot.authenticate(presented.decode("latin-1").strip())
+
+    # ── generations ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _generate(self, call: Call) -> None:
+        principal = self._authenticate(call)
+        body = await call.exchange.body()
+        try:
+            request = parse_generation(body)
+        except errors.WeirError as refusal:
+            await self._refuse(call, refusal, await self._standing(principal))
+            return
+        answer = NativeAnswer(call.exchange, self._clock, request.request_id or call.fallback_id)
+        await self._gateway.generate(principal, request, answer, generations.SURFACE)
+
+    async def _chat(self, call: Call) -> None:
+        principal = self._authenticate(call)
+        body = await call.exchange.body()
+        try:
+            request, options = parse_chat(body, call.exchange.headers)
+        except errors.WeirError as refusal:
+            await self._refuse(call, refusal, await self._standing(principal))
+            return
+        answer = ChatAnswer(call.exchange, self._clock, request.request_id or call.fallback_id, options)
+        await self._gateway.generate(principal, request, answer, openai.SURFACE)
+
+    async def _lookup(self, call: Call) -> None:
+        principal = self._authenticate(call)
+        found = await self._gateway.inbox.lookup(principal.tenant, _checked_id(call.argument))
+        await self._show(call, _known(found.record), await self._standing(principal), status=200)
+
+    async def _cancel(self, call: Call) -> None:
+        principal = self._authenticate(call)
+        found = await self._gateway.inbox.cancel(principal.tenant, _checked_id(call.argument))
+        await self._show(call, _known(found.record), await self._standing(principal), status=200)
+
+    async def _events(self, call: Call) -> None:
+        principal = self._authenticate(call)
+        found = await self._gateway.inbox.lookup(principal.tenant, _checked_id(call.argument))
+        record = _known(found.record)
+        refusal = errors.StreamNotRetained("The events of this request were not kept.")
+        rendered = problem(refusal, self._clock.wall_ms(), {"generation": generation_body(record)})
+        await self._send(call, rendered, await self._standing(principal), record.request_id)
+
+    async def _show(self, call: Call, record: GenerationRecord, standing: StandingView, *, status: int) -> None:
+        rendered = Rendered(status, b"application/json", msgspec.json.encode(generation_body(record)), [])
+        await self._send(call, rendered, standing, record.request_id)
+
+    # ── models, health ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _models(self, call: Call) -> None:
+        principal = self._authenticate(call)
+        aliases = self._gateway.inbox.snapshot.aliases_for(principal)
+        await self._send(call, Rendered(200, b"application/json", models_body(aliases), []), await self._standing(principal))
+
+    async def _model(self, call: Call) -> None:
+        principal = self._authenticate(call)
+        alias, _ = self._gateway.inbox.snapshot.resolve(principal, call.argument)
+        body = msgspec.json.encode(model_object(alias))
+        await self._send(call, Rendered(200, b"application/json", body, []), await self._standing(principal))
+
+    async def _healthz(self, call: Call) -> None:
+        await self._send(call, Rendered(200, b"application/json", b'{"status":"ok"}', []), None)
+
+    async def _readyz(self, call: Call) -> None:
+        ready = self._is_ready()
+        body = b'{"status":"ready"}' if ready else b'{"status":"draining"}'
+        await self._send(call, Rendered(200 if ready else 503, b"application/json", body, []), None)
+
+    # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _standing(self, principal: Principal, alias: str = "") -> StandingView:
+        return await self._gateway.standing(principal, alias)
+
+    async def _refuse(self, call: Call, refusal: errors.WeirError, standing: StandingView | None = None) -> None:
+        now_ms = self._clock.wall_ms()
+        rendered = openai_error(refusal, now_ms) if call.is_openai else problem(refusal, now_ms)
+        headers: Headers = []
+        if isinstance(refusal, errors.RequestTooLarge) or refusal.members.get("field") == "body":
+            headers = [(b"connection", b"close")]  # the rest of the body may still be on its way
+        if isinstance(refusal, errors.MethodNotAllowed):
+            headers = [(b"allow", ", ".join(refusal.members["allowed"]).encode())]
+        if isinstance(refusal, errors.Unauthenticated):
+            headers = [(b"www-authenticate", b"Bearer")]
+        if call.exchange.is_started:  # nothing fits behind a started answer
+            call.exchange.abort()
+            return
+        await self._send(call, rendered, standing, call.fallback_id, headers)
+
+    async def _send(
+        self,
+        call: Call,
+        rendered: Rendered,
+        standing: StandingView | None,
+        request_id: str = "",
+        headers: Headers | None = None,
+    ) -> None:
+        extra = [*id_headers(request_id or call.fallback_id), *limit_headers(standing), *(headers or [])]
+        await call.exchange.start(rendered.status, rendered.head(extra))
+        await call.exchange.finish(rendered.body)
+
+
+def _checked_id(argument: str) -> str:
+    try:
+        checked = request_id_of(unquote(argument), "request_id")
+    except errors.InvalidRequest:
+        checked = None
+    if checked is None:
+        raise errors.NotFound("No request has this id.")
+    return checked
+
+
+def _known(record: GenerationRecord | None) -> GenerationRecord:
+    if record is None:
+        raise errors.NotFound("No request has this id.")
+    return record
+
+
+def _safe_path(path: str) -> str:
+    """A path without anything a client chose: its first three parts."""
+    return "/".join(path.split("/")[:3])

@@ -1,0 +1,158 @@
+"""What `--engine` means: which revisions, aliases and pools a start declares.
+
+`llamacpp`: the packaged models, SmolLM2 behind alias `assistant` and, on demand, Gemma behind `completion`. `simulated`: one
+simulated model. A URL: the first model that an OpenAI-compatible server lists. A revision's id carries a digest of everything
+that makes it what it is, so another artifact or window is another revision.
+"""
+
+import asyncio
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from weir import errors
+from weir.config import EngineConfig, PoolConfig
+from weir.control.bootstrap import DEMO_PRICE
+from weir.control.declared_models import DeclaredModels
+from weir.core.registry.model import Alias, EngineKind, Pool, Revision
+from weir.engines.packaged_models import gemma_path, smollm2_path
+from weir.messages import ReplicaAddress
+from weir.ports import Engine
+from weir.units import Tokens
+
+SIMULATED = "simulated"
+LLAMACPP = "llamacpp"
+_PROBE_RETRY_S = 0.5
+_ON_DEMAND_IDLE_MS = 600_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Artifact:
+    """A model before it has a revision id. defaults: used where the pool's configuration is silent."""
+
+    name: str
+    engine: EngineKind
+    artifact: str
+    digest: str
+    context_tokens: Tokens
+    concurrency: int
+    chat: bool = True
+
+
+def check_engine_names(engines: list[str]) -> None:
+    """Refuse what `--engine` does not take. Raises InvalidRequest."""
+    urls = [name for name in engines if name.startswith(("http://", "https://"))]
+    if urls != engines and (len(engines) != 1 or engines[0] not in (SIMULATED, LLAMACPP)):
+        raise errors.InvalidRequest(
+            "--engine takes 'simulated', 'llamacpp', or one or more http:// or https:// URLs.",
+            members={"field": "--engine", "accepted": "simulated, llamacpp, URL [URL ...]"},
+        )
+
+
+async def declare_models(
+    engines: list[str],
+    pool: PoolConfig,
+    engine: EngineConfig,
+    models_directory: Path,
+    client_of_url: Engine,
+    announce: Callable[[str], None],
+) -> DeclaredModels:
+    """The models behind `--engine`. Raises EngineError when an engine behind a URL does not answer in time."""
+    if engines == [SIMULATED]:
+        simulated = _Artifact("simulated", EngineKind.SIMULATED, "demo", "demo", 32_768, 64)
+        return _declared([_named(simulated, "assistant", pool)])
+    if engines == [LLAMACPP]:
+        announce("reading SmolLM2-135M-Instruct")
+        entries = [_named(await asyncio.to_thread(_smollm2), "assistant", pool)]
+        if pool.second_model:
+            announce("reading Gemma 3 270M (starts with its first request)")
+            second = await asyncio.to_thread(_gemma, models_directory, announce)
+            alone = PoolConfig(default_max_output_tokens=pool.default_max_output_tokens, threads=pool.threads)
+            entries.append(_named(second, "completion", alone, on_demand=True))
+        return _declared(entries)
+    artifact = await _behind_url(engines, engine, client_of_url, announce)
+    return _declared([_named(artifact, "assistant", pool, urls=tuple(engines), external=engine.external)])
+
+
+Entry = tuple[Revision, Alias, Pool]
+
+
+def _declared(entries: list[Entry]) -> DeclaredModels:
+    revisions, aliases, pools = zip(*entries, strict=True)
+    return DeclaredModels(revisions, aliases, pools)
+
+
+def _named(
+    artifact: _Artifact,
+    alias: str,
+    pool: PoolConfig,
+    *,
+    urls: tuple[str, ...] = (),
+    on_demand: bool = False,
+    external: bool = False,
+) -> Entry:
+    context = pool.context_tokens or artifact.context_tokens
+    most = min(pool.max_output_tokens or context, context)
+    identity = (artifact.engine, artifact.digest, context, most, artifact.chat, external)
+    digest = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()[:8]
+    revision = Revision(
+        id=f"{artifact.name}@{digest}",
+        engine=artifact.engine,
+        artifact=artifact.artifact,
+        context_tokens=context,
+        max_output_tokens=most,
+        typical_output_tokens=min(pool.typical_output_tokens, most),
+        price=DEMO_PRICE,
+        chat=artifact.chat,
+        external=external,
+    )
+    kept = Pool(
+        name=alias,
+        revision=revision.id,
+        replicas=pool.replicas,
+        concurrency=pool.concurrency or artifact.concurrency,
+        urls=urls,
+        on_demand=on_demand,
+        idle_stop_ms=_ON_DEMAND_IDLE_MS,
+    )
+    return revision, Alias(alias, revision.id, min(pool.default_max_output_tokens, most)), kept
+
+
+def _smollm2() -> _Artifact:
+    path = smollm2_path()
+    return _Artifact("smollm2-135m-instruct-q4_1", EngineKind.LLAMACPP, str(path), _sha256(path), 2_048, 2)
+
+
+def _gemma(models_directory: Path, announce: Callable[[str], None]) -> _Artifact:
+    path = gemma_path(models_directory, lambda done, total: None)
+    return _Artifact("gemma-3-270m-q4_k_m", EngineKind.LLAMACPP, str(path), _sha256(path), 2_048, 2, chat=False)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+async def _behind_url(urls: list[str], config: EngineConfig, client: Engine, announce: Callable[[str], None]) -> _Artifact:
+    """The model that the first URL serves; its window as the server says, else 8,192 tokens unless configured."""
+    announce(f"asking {len(urls)} engine(s) behind a URL what they serve")
+    probe = ReplicaAddress("probe", "probe", "probe", EngineKind.OPENAI, urls[0], "", 8_192)
+    try:
+        async with asyncio.timeout(config.start_ms / 1e3):
+            found = await _probe_until_answered(probe, client)
+    except TimeoutError as late:
+        raise errors.EngineError(f"The engine at {urls[0]} did not answer within {config.start_ms} ms.") from late
+    name = re.sub(r"[^a-z0-9._-]+", "-", found.model.lower()).strip("-") or "model"
+    return _Artifact(name[:64], EngineKind.OPENAI, found.model, found.model, found.context_tokens, 16)
+
+
+async def _probe_until_answered(probe: ReplicaAddress, client: Engine) -> ReplicaAddress:
+    while True:
+        try:
+            return await client.probe(probe)
+        except errors.EngineFault:
+            await asyncio.sleep(_PROBE_RETRY_S)

@@ -1,0 +1,106 @@
+"""The running cell as administrators and scrapes see it: read only, from the coordinator's own figures."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from weir.control.cell_view import PoolReport, ReplicaReport
+from weir.control.supervisor import Supervisor
+from weir.coordinator.coordinator import Coordinator
+from weir.coordinator.fleet import Fleet
+from weir.core.ledger.book import Book
+from weir.core.registry.model import Pool
+from weir.core.routing.replica import ReplicaState
+from weir.gateway.inbox import Inbox
+from weir.messages import GenerationRecord
+from weir.ports import Clock
+from weir.telemetry import GaugeReading
+
+
+class RunningCell:
+    """Implements control's CellView in one process."""
+
+    def __init__(
+        self, clock: Clock, book: Book, coordinator: Coordinator, fleet: Fleet, supervisor: Supervisor, inbox: Inbox
+    ) -> None:
+        self._clock = clock
+        self._book = book
+        self._coordinator = coordinator
+        self._fleet = fleet
+        self._supervisor = supervisor
+        self._inbox = inbox
+
+    async def accounts(self, tenant: str) -> Sequence[Mapping[str, Any]]:
+        """One row per scope and limit in force."""
+        return self._book.accounts_of(tenant, self._clock.monotonic_ns())
+
+    async def open_holds(self, tenant: str) -> int:
+        """Number of the tenant's holds that have not ended."""
+        return self._book.open_holds_of(tenant)
+
+    async def generation(self, tenant: str, request_id: str) -> GenerationRecord | None:
+        """The latest execution of a request id."""
+        return (await self._inbox.lookup(tenant, request_id)).record
+
+    async def replicas(self) -> Sequence[ReplicaReport]:
+        """Every replica that is known."""
+        reports = []
+        for pool in self._fleet.pools:
+            for replica in pool.replicas.values():
+                address = self._fleet.known_address(replica.name)
+                reports.append(
+                    ReplicaReport(
+                        name=replica.name,
+                        pool=pool.name,
+                        revision=pool.revision,
+                        engine=self._coordinator.snapshot.revisions[pool.revision].engine,
+                        state=replica.state,
+                        url=address.url if address else "",
+                        model=address.model if address else "",
+                        context_tokens=address.context_tokens if address else 0,
+                        concurrency=replica.limits.concurrency,
+                        running=replica.running,
+                        capabilities={
+                            "counts_tokens": address is not None and address.counts_tokens,
+                            "continuous_usage": address is not None and address.continuous_usage,
+                            "cache_salt": address is not None and address.cache_salt,
+                        },
+                        detail=None if replica.state is ReplicaState.READY else self._supervisor.fault_of(pool.name),
+                    )
+                )
+        return sorted(reports, key=lambda report: report.name)
+
+    async def pools(self) -> Sequence[PoolReport]:
+        """Every pool."""
+        wanted = self._coordinator.snapshot.pools
+        return sorted((self._pool(wanted[pool.name]) for pool in self._fleet.pools), key=lambda report: report.name)
+
+    def _pool(self, pool: Pool) -> PoolReport:
+        view = self._fleet.pool_of(pool.revision)
+        assert view is not None
+        ready = [replica for replica in view.replicas.values() if replica.state is ReplicaState.READY]
+        return PoolReport(
+            name=pool.name,
+            revision=pool.revision,
+            replicas=len(pool.urls) or pool.replicas,
+            ready=len(ready),
+            concurrency=pool.concurrency,
+            queued=self._coordinator.queued_in(pool.name),
+            running=self._fleet.running_in(pool.name),
+            on_demand=pool.on_demand,
+        )
+
+
+def gauges_of(coordinator: Coordinator, book: Book, fleet: Fleet, backlog: Callable[[], int]) -> Iterable[GaugeReading]:
+    """What metrics show of the present; safe from another thread: whole numbers and copies of dictionaries."""
+    yield "weir_requests_in_flight", "Admitted requests that have not ended.", {}, book.open_holds
+    yield "weir_open_holds", "Holds that have not ended.", {}, book.open_holds
+    yield "weir_live_executions", "Executions that are not quiet yet.", {}, coordinator.live_count
+    yield "weir_journal_backlog", "Ledger records that are not durable yet.", {}, backlog()
+    for pool in list(fleet.pools):
+        labels = {"revision": pool.revision}
+        yield "weir_queue_entries", "Admitted requests that wait.", labels, coordinator.queued_in(pool.name)
+        replicas = list(pool.replicas.values())
+        taken = sum(replica.running for replica in replicas)
+        free = sum(replica.free for replica in replicas)
+        yield "weir_lanes", "Lanes of replicas.", {**labels, "state": "taken"}, taken
+        yield "weir_lanes", "Lanes of replicas.", {**labels, "state": "free"}, free

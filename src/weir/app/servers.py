@@ -1,0 +1,114 @@
+"""Listeners: the tenant side and the management side on the event loop, metrics on a thread of their own."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Generator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import uvicorn
+
+from weir import errors
+from weir.api.connection import Connection
+from weir.config import GatewayConfig
+from weir.telemetry import Telemetry
+
+_GRACE_AFTER_DRAIN_S = 5
+
+
+class QuietServer(uvicorn.Server):
+    """uvicorn without its own signal handling: the cell drains first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Leave signals alone."""
+        yield
+
+
+def listen(host: str, port: int, config: GatewayConfig) -> socket.socket:
+    """A listening socket whose accepted sockets have a bounded send buffer. Raises InvalidRequest when the address is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.socket_buffer_bytes)
+        listener.bind((host, port))
+        listener.listen(config.backlog)
+    except OSError as fault:
+        listener.close()
+        raise errors.InvalidRequest(
+            f"Cannot listen on {host}:{port}: {fault.strerror}.", members={"field": "--listen"}
+        ) from fault
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The base URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def tenant_server(app: Any, config: GatewayConfig) -> QuietServer:
+    """The server that tenants reach."""
+    protocol = type("BoundConnection", (Connection,), {"limits": config})
+    return QuietServer(_uvicorn_config(app, protocol, config.idle_connection_ms))
+
+
+def admin_server(app: Any) -> QuietServer:
+    """The server of the management API."""
+    return QuietServer(_uvicorn_config(app, "httptools", 75_000))
+
+
+def _uvicorn_config(app: Any, protocol: Any, keep_alive_ms: int) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        loop="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=max(1, keep_alive_ms // 1000),
+        timeout_graceful_shutdown=_GRACE_AFTER_DRAIN_S,
+    )
+
+
+class MetricsServer:
+    """`/metrics` on a thread: a scrape formats thousands of lines and must not hold up a token."""
+
+    def __init__(self, host: str, port: int, telemetry: Telemetry) -> None:
+        class Scrape(BaseHTTPRequestHandler):
+            """Answers GET /metrics."""
+
+            def do_GET(self) -> None:
+                """Prometheus' text format, or 404."""
+                found = self.path.split("?")[0] == "/metrics"
+                body = telemetry.exposition() if found else b"only /metrics is here\n"
+                self.send_response(200 if found else 404)
+                self.send_header("content-type", "text/plain; version=0.0.4; charset=utf-8" if found else "text/plain")
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the library's name
+                """Scrapes are not logged."""
+
+        self._server = ThreadingHTTPServer((host, port), Scrape)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, name="weir-metrics", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Base URL."""
+        host, port = self._server.server_address[:2]
+        return f"http://{host!s}:{port}"
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5)

@@ -1,0 +1,140 @@
+"""How a command reaches a running cell: which address and key, one HTTP request, failures as one sentence.
+
+Only the standard library is used, so that a command starts quickly. Every wait and every body is bounded; a key is sent in a
+header and never shown.
+"""
+
+import http.client
+import inspect
+import json
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+from urllib.parse import quote, urlencode, urlsplit
+
+import typer
+
+ANSWER_BYTES_MAX = 64 * 1024 * 1024
+"""A usage report of a million rows fits; more is a mistake."""
+
+DEFAULT_WAIT_S = 30.0
+"""An administrative write answers within seconds; half a minute covers a loaded machine."""
+
+P = ParamSpec("P")
+C = TypeVar("C")
+
+
+class CommandFailed(Exception):
+    """The command cannot go on; its text is one sentence for the person at the terminal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """An HTTP API and the key for it. wait_s: bound of each wait for the other side, in seconds."""
+
+    url: str
+    key: str
+    wait_s: float = DEFAULT_WAIT_S
+
+    def call(self, method: str, path: str, body: Any = None, query: dict[str, str | None] | None = None) -> Any:
+        """One request; the parsed JSON of a 2xx answer. Raises CommandFailed."""
+        given = {name: value for name, value in (query or {}).items() if value is not None}
+        with self.exchange(method, f"{path}?{urlencode(given)}" if given else path, body) as answer:
+            return _parsed(answer)
+
+    @contextmanager
+    def exchange(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
+        """One request and its open answer, closed at the end. Raises CommandFailed when nobody answers."""
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise CommandFailed(f"{self.url!r} is not an http or https address.")
+        opener = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        headers = {"authorization": f"Bearer {self.key}", "accept": "application/json, text/event-stream"}
+        if body is not None:
+            headers["content-type"] = "application/json"
+        link = opener(parts.hostname, parts.port, timeout=self.wait_s)
+        try:
+            link.request(method, parts.path.rstrip("/") + path, None if body is None else json.dumps(body), headers)
+            yield link.getresponse()
+        except (OSError, http.client.HTTPException) as fault:
+            reason = getattr(fault, "strerror", None) or type(fault).__name__
+            raise CommandFailed(f"No usable answer from {self.url} ({reason}); is the cell running?") from fault
+        finally:
+            link.close()
+
+
+def _parsed(answer: http.client.HTTPResponse) -> Any:
+    body = answer.read(ANSWER_BYTES_MAX + 1)
+    if len(body) > ANSWER_BYTES_MAX:
+        raise CommandFailed("The answer is too large.")
+    try:
+        document = json.loads(body)
+    except ValueError as unreadable:
+        raise CommandFailed(f"The answer is not JSON (status {answer.status}).") from unreadable
+    if answer.status < http.client.MULTIPLE_CHOICES:
+        return document
+    raise CommandFailed(refusal_sentence(document, answer.status))
+
+
+def refusal_sentence(document: Any, status: int) -> str:
+    """A problem document as one sentence with its code, its field and what is accepted."""
+    if not isinstance(document, dict) or "code" not in document:
+        return f"The request was refused (status {status})."
+    sentence = str(document.get("detail", "The request was refused."))
+    named = [f"{name}: {document[name]}" for name in ("field", "accepted") if name in document]
+    return f"{sentence} ({'; '.join([str(document['code']), *named])})"
+
+
+def segment(name: str) -> str:
+    """A name as one segment of a path."""
+    return quote(name, safe="")
+
+
+def new_request_id() -> str:
+    """A request id that nobody else chose."""
+    return f"cli-{secrets.token_hex(8)}"
+
+
+def read_ready_file(state: Path) -> dict[str, Any]:
+    """What the running cell of a state directory says about itself. Raises CommandFailed."""
+    path = state / "ready.json"
+    try:
+        document = json.loads(path.read_bytes())
+    except FileNotFoundError as absent:
+        raise CommandFailed(f"There is no {path}: start the cell with `weir up`, or name its address and key.") from absent
+    except (OSError, ValueError) as unreadable:
+        raise CommandFailed(f"{path} cannot be read ({type(unreadable).__name__}).") from unreadable
+    if not isinstance(document, dict):
+        raise CommandFailed(f"{path} is not a ready file.")
+    return document
+
+
+def connected(connect: Callable[..., C]) -> Callable[[Callable[Concatenate[C, P], None]], Callable[..., None]]:
+    """Gives a command the options of `connect` and, as its first argument, what `connect` returns.
+
+    A CommandFailed becomes one line on standard error and exit status 1.
+    """
+    connecting = list(inspect.signature(connect).parameters.values())
+
+    def decorate(command: Callable[Concatenate[C, P], None]) -> Callable[..., None]:
+        own = list(inspect.signature(command).parameters.values())[1:]
+
+        def run(**given: Any) -> None:
+            try:
+                connection = connect(**{option.name: given.pop(option.name) for option in connecting})
+                command(connection, **given)  # type: ignore[call-arg]
+            except CommandFailed as failed:
+                print(f"error: {failed}", file=sys.stderr)
+                raise typer.Exit(1) from None
+
+        parameters = [entry.replace(kind=inspect.Parameter.KEYWORD_ONLY) for entry in (*own, *connecting)]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {entry.name: entry.annotation for entry in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate

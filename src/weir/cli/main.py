@@ -1,0 +1,72 @@
+"""The `weir` command. Lists every command and imports only the one that is called, so that help is quick.
+
+It decides nothing: each command's own module does. A command's module is named in the table below with its one line of help.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+import weir
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A command: where it is. attribute: a typer application for a group, a function for a single command."""
+
+    module: str
+    attribute: str
+    summary: str
+
+
+ENTRIES = {
+    "up": Entry("weir.cli.up", "up", "Run a whole cell in this process."),
+    "generate": Entry("weir.cli.generate", "generate", "Ask a model and stream its answer to the terminal."),
+    "tenant": Entry("weir.cli.tenant", "commands", "Create, show and end tenants."),
+    "app": Entry("weir.cli.application", "commands", "Create and list a tenant's applications."),
+    "key": Entry("weir.cli.key", "commands", "Create, list and revoke API keys."),
+    "limit": Entry("weir.cli.limit", "commands", "Set and show limits."),
+    "usage": Entry("weir.cli.usage", "usage", "What was used and what it costs."),
+}
+
+
+def command_line(arguments: Sequence[str]) -> typer.Typer:
+    """The application for these arguments: every command by name, the one that is called with its real code."""
+    called = next((word for word in arguments if not word.startswith("-")), None)
+    app = typer.Typer(name="weir", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+    app.callback(help="Multi-tenant model serving: budgets, predictable latency, isolation, controlled upgrades.")(_root)
+    for name, entry in ENTRIES.items():
+        loaded: Any = getattr(importlib.import_module(entry.module), entry.attribute) if name == called else _unloaded
+        if isinstance(loaded, typer.Typer):
+            app.add_typer(loaded, name=name, help=entry.summary)
+        else:
+            app.command(name, help=entry.summary)(loaded)
+    return app
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"weir {weir.__version__}")
+        raise typer.Exit
+
+
+def _root(version: bool = typer.Option(False, "--version", help="Show the version.", callback=_version)) -> None:
+    """The root takes one option of its own, --version."""
+
+
+def _unloaded() -> None:
+    """Stands for a command that is listed but not called."""
+
+
+def main() -> None:
+    """Run the command line of this process; exits with its status."""
+    run: Callable[[], Any] = command_line(sys.argv[1:])
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""`weir tenant`: create, list, show, disable, enable and revoke tenants through the management API."""
+
+from typing import Annotated, Any
+
+import typer
+
+from weir.cli.admin_client import JsonOption, admin_connection
+from weir.cli.http_api import Connection, connected, segment
+from weir.cli.tables import print_json, print_table, yes_or_blank
+
+commands = typer.Typer(no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="The tenant's name.")]
+
+
+@commands.command()
+@connected(admin_connection)
+def create(
+    connection: Connection,
+    name: Name,
+    time_zone: Annotated[str, typer.Option(help="IANA time zone of its budget windows.")] = "UTC",
+    external_allowed: Annotated[bool, typer.Option(help="May use models outside the platform.")] = False,
+) -> None:
+    """Create a tenant."""
+    body = {"name": name, "time_zone": time_zone, "external_allowed": external_allowed}
+    print_json(connection.call("POST", "/admin/v1/tenants", body))
+
+
+@commands.command("list")
+@connected(admin_connection)
+def list_tenants(connection: Connection, as_json: JsonOption = False) -> None:
+    """List all tenants."""
+    tenants = connection.call("GET", "/admin/v1/tenants")["tenants"]
+    if as_json:
+        print_json(tenants)
+    else:
+        print_table(("tenant", "time zone", "state", "external"), [_row(tenant) for tenant in tenants])
+
+
+def _row(tenant: dict[str, Any]) -> tuple[str, str, str, str]:
+    state = "revoked" if tenant["revoked"] else "disabled" if tenant["disabled"] else "active"
+    return tenant["name"], tenant["time_zone"], state, yes_or_blank(tenant["external_allowed"])
+
+
+@commands.command()
+@connected(admin_connection)
+def show(connection: Connection, name: Name) -> None:
+    """Show one tenant."""
+    print_json(connection.call("GET", f"/admin/v1/tenants/{segment(name)}"))
+
+
+@commands.command()
+@connected(admin_connection)
+def disable(connection: Connection, name: Name) -> None:
+    """Admit nothing more for a tenant; what runs may finish."""
+    print_json(connection.call("PATCH", f"/admin/v1/tenants/{segment(name)}", {"disabled": True}))
+
+
+@commands.command()
+@connected(admin_connection)
+def enable(connection: Connection, name: Name) -> None:
+    """Take a disabling back."""
+    print_json(connection.call("PATCH", f"/admin/v1/tenants/{segment(name)}", {"disabled": False}))
+
+
+@commands.command()
+@connected(admin_connection)
+def revoke(connection: Connection, name: Name) -> None:
+    """End a tenant for good and cancel its running work."""
+    print_json(connection.call("POST", f"/admin/v1/tenants/{segment(name)}/revoke"))

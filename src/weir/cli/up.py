@@ -1,0 +1,133 @@
+"""`weir up`: the embedded cell in the foreground. Prints progress, keys and URLs, and drains on Ctrl-C or SIGTERM."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvloop
+
+from weir import errors
+from weir.app.cell import CellOptions, Ready, run_cell
+from weir.config import load_config
+from weir.telemetry import configure_logs
+
+FIRST_PROMPT = "What is a weir? Answer in two sentences."
+
+
+def up(
+    engine: Annotated[
+        list[str] | None,
+        typer.Option("--engine", help="simulated, llamacpp, or the URL of an OpenAI-compatible server (repeatable)."),
+    ] = None,
+    state: Annotated[Path, typer.Option("--state", help="State directory; made if missing.")] = Path("state"),
+    listen: Annotated[
+        str, typer.Option("--listen", help="HOST:PORT of the tenant API; port 0 = any free one.")
+    ] = "127.0.0.1:8080",
+    ready_file: Annotated[
+        Path | None, typer.Option("--ready-file", help="Written (mode 0600) once everything is ready.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="A weir.toml.")] = None,
+    first_answer: Annotated[bool, typer.Option("--first-answer", help="Stream one answer once ready.")] = False,
+) -> None:
+    """Start the platform in one process: gateway, coordinator and control on SQLite, with its engines."""
+    _refuse_stripped_assertions()
+    try:
+        settings = load_config(config)
+        configure_logs(json=settings.log.json)
+        options = CellOptions(
+            engines=engine or ["llamacpp"],
+            state=state,
+            listen=_address(listen),
+            config=settings,
+            ready_file=ready_file,
+            announce=_say,
+        )
+        uvloop.run(_serve(options, first_answer=first_answer))
+    except errors.WeirError as refusal:
+        typer.echo(f"weir: {refusal.detail}", err=True)
+        raise typer.Exit(2) from refusal
+
+
+def _refuse_stripped_assertions() -> None:
+    """Assertions guard the ledger; an interpreter that strips them must not serve."""
+    if sys.flags.optimize:
+        typer.echo("weir: refuses to run under python -O, which strips assertions.", err=True)
+        raise typer.Exit(2)
+
+
+async def _serve(options: CellOptions, *, first_answer: bool) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    presses = 0
+
+    def interrupted() -> None:
+        nonlocal presses
+        presses += 1
+        if presses > 1:
+            os._exit(130)  # asked twice: leave at once; recovery resolves what is open
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupted)
+    answers: list[asyncio.Task[None]] = []
+
+    def ready(found: Ready) -> None:
+        _show(found)
+        if first_answer:
+            answers.append(loop.create_task(_stream_first_answer(options.state)))
+
+    try:
+        await run_cell(options, stop, ready)
+    except* errors.WeirError as failures:
+        raise failures.exceptions[0] from None
+    finally:
+        for answer in answers:
+            answer.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
+
+
+async def _stream_first_answer(state: Path) -> None:
+    """Ask the platform through its own command line, as a person would."""
+    typer.echo(f"$ weir generate {FIRST_PROMPT!r}")
+    command = (sys.executable, "-m", "weir.cli.main", "generate", "--state", str(state), FIRST_PROMPT)
+    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True)
+    try:
+        await process.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65_535:
+        raise errors.InvalidRequest(f"--listen takes HOST:PORT, not {text!r}.", members={"field": "--listen"})
+    return host.strip("[]"), int(port)
+
+
+def _say(line: str) -> None:
+    typer.echo(f"  · {line}", err=True)
+
+
+def _show(ready: Ready) -> None:
+    typer.echo("\nWeir is ready.")
+    typer.echo(f"  API      {ready.api}")
+    typer.echo(f"  admin    {ready.admin}   key {ready.secrets['admin_key'] or '(revoked)'}")
+    typer.echo(f"  metrics  {ready.metrics}/metrics")
+    for alias in ready.aliases:
+        typer.echo(f"  alias    {alias['alias']:<12} {alias['model_revision']}")
+    for tenant in ready.secrets["tenants"]:
+        for application in tenant["applications"]:
+            typer.echo(f"  key      {tenant['name']}/{application['name']:<12} {application['key'] or '(revoked)'}")
+    typer.echo("\nTry it:\n" + _curl(ready) + "\n\nCtrl-C drains and stops.\n")
+
+
+def _curl(ready: Ready) -> str:
+    key = ready.secrets["tenants"][0]["applications"][0]["key"]
+    body = '{"model_alias":"assistant","input":"Say hello in five words.","max_output_tokens":32,"stream":true}'
+    return f"  curl -N {ready.api}/v1/generations -H 'Authorization: Bearer {key}' \\\n    -d '{body}'"

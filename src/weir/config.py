@@ -1,0 +1,169 @@
+"""Configuration: frozen sections, one per consumer, and the only reader of files and environment.
+
+A TOML file (`--config weir.toml`) has one table per section below. An unknown key, a wrong type or a value out of its range
+refuses to start, naming the path and what is accepted. What operators change while it runs (tenants, limits, aliases) is not
+here.
+"""
+
+import os
+import tomllib
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from weir import errors
+from weir.core.scheduling.queues import QueueBounds
+from weir.units import Bytes, Millis, Tokens
+
+Section = TypeVar("Section")
+
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "concurrency": (1, 65_536),
+    "context_tokens": (16, 100_000_000),
+    "max_output_tokens": (1, 100_000_000),
+    "default_max_output_tokens": (1, 100_000_000),
+    "typical_output_tokens": (1, 100_000_000),
+    "threads": (1, 1_024),
+    "replicas": (1, 1_024),
+    "backlog": (1, 65_535),
+}
+"""Accepted ranges by key; a key ending in _ms takes 1 ms … 1 day, _bytes 1 byte … 64 GiB, others 1 … 2^31."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """What tenants meet. Defaults carry their reason."""
+
+    body_bytes_max: Bytes = 8 * 1024 * 1024  # a long conversation fits; memory per connection stays bounded
+    body_wait_ms: Millis = 30_000  # a body that never ends is given up
+    stream_buffer_bytes: Bytes = 256 * 1024  # per stream, before the engine is paused
+    socket_buffer_bytes: Bytes = 64 * 1024  # SO_SNDBUF: what the kernel takes counts as accepted
+    slow_client_grace_ms: Millis = 5_000  # oldest byte not accepted by the socket
+    keep_alive_ms: Millis = 10_000  # comment on a silent stream, below every proxy's idle bound
+    early_headers_ms: Millis = 2_000  # queued this long: show the client that it is admitted
+    idle_connection_ms: Millis = 75_000  # HTTP keep-alive
+    backlog: int = 2_048
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorConfig:
+    """Admission, ledger and queues."""
+
+    queue_entries_per_tenant: int = 256
+    queue_entries: int = 2_000
+    queue_bytes: Bytes = 64 * 1024 * 1024
+    queue_wait_ms: Millis = 5_000  # interactive work is better refused than late
+    store_wait_ms: Millis = 2_000  # a write later than this fails what waits for it
+    delivery_step_tokens: Tokens = 256
+    remembered_executions: int = 10_000  # ended ones kept in memory for look-ups; older ones come from the store
+    request_id_ms: Millis = 86_400_000  # how long an ended request id stays bound
+    drain_grace_ms: Millis = 30_000
+
+    @property
+    def queue_bounds(self) -> QueueBounds:
+        """The bounds of each scheduling domain."""
+        return QueueBounds(self.queue_entries_per_tenant, self.queue_entries, self.queue_bytes, self.queue_wait_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Bounds on engines, whatever their kind."""
+
+    idle_ms: Millis = 30_000  # silence after which a run is stalled
+    start_ms: Millis = 120_000  # from launch to listening
+    probe_ms: Millis = 2_000  # between probes of a ready replica
+    restart_backoff_ms: Millis = 1_000  # first; doubles to 30 s
+    external: bool = False  # `--engine URL` is outside the platform: only tenants with external_allowed
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """The pool behind alias `assistant`. None: the engine kind's own default."""
+
+    replicas: int = 1
+    concurrency: int | None = None
+    context_tokens: Tokens | None = None
+    max_output_tokens: Tokens | None = None
+    default_max_output_tokens: Tokens = 256
+    typical_output_tokens: Tokens = 128
+    threads: int | None = None
+    second_model: bool = True  # llama.cpp: also alias `completion`, started on first use
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """json: one object per line; false: text for a terminal."""
+
+    json: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WeirConfig:
+    """Everything in weir.toml."""
+
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+def load_config(path: Path | None) -> WeirConfig:
+    """Configuration from a TOML file, or the defaults. Raises InvalidRequest naming the key and what is accepted."""
+    if path is None:
+        return WeirConfig()
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
+        raise errors.InvalidRequest(f"{path}: {fault}", members={"field": str(path)}) from fault
+    return _section(WeirConfig, tables, "")
+
+
+def _section(cls: type[Section], table: dict[str, Any], path: str) -> Section:
+    assert is_dataclass(cls)
+    types = get_type_hints(cls)
+    known = [f.name for f in fields(cls)]
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        where = f"{path}{key}"
+        if key not in known:
+            raise _refuse(where, f"one of {', '.join(known)}", "is unknown")
+        if is_dataclass(types[key]):
+            if not isinstance(value, dict):
+                raise _refuse(where, "a table", f"is {value!r}")
+            values[key] = _section(types[key], value, f"{where}.")
+        else:
+            values[key] = _value(where, key, types[key], value)
+    return cls(**values)
+
+
+def _value(where: str, key: str, kind: Any, value: Any) -> Any:
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise _refuse(where, "true or false", f"is {value!r}")
+        return value
+    low, high = _bounds_of(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _refuse(where, f"a whole number from {low} to {high}", f"is {value!r}")
+    return value
+
+
+def _bounds_of(key: str) -> tuple[float, float]:
+    if key in _BOUNDS:
+        return _BOUNDS[key]
+    if key.endswith("_ms"):
+        return 1, 86_400_000
+    if key.endswith("_bytes") or "_bytes_" in key:
+        return 1, 64 * 1024**3
+    return 1, 2**31
+
+
+def _refuse(where: str, accepted: str, problem: str) -> errors.InvalidRequest:
+    return errors.InvalidRequest(
+        f"Configuration key '{where}' {problem}; accepted: {accepted}.", members={"field": where, "accepted": accepted}
+    )
+
+
+def environment_of_engine() -> dict[str, str]:
+    """The environment that engine processes start with: ours, without anything of Weir's own."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("WEIR_")}

@@ -1,0 +1,88 @@
+"""Questions about a loaded catalog: does this name exist, what does this scope mean, which limits match.
+
+Pure reading, shared by the commands and the management API. A name that does not exist is NotFound, and says which.
+"""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from weir import errors
+from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Scope, Tenant
+from weir.ports import Catalog
+
+T = TypeVar("T")
+
+
+def require_tenant(catalog: Catalog, name: str) -> Tenant:
+    """The tenant of that name. Raises NotFound."""
+    return _found((tenant for tenant in catalog.tenants if tenant.name == name), f"There is no tenant {name!r}.")
+
+
+def require_application(catalog: Catalog, tenant: str, name: str) -> Application:
+    """A tenant's application. Raises NotFound for either."""
+    require_tenant(catalog, tenant)
+    matching = (entry for entry in catalog.applications if (entry.tenant, entry.name) == (tenant, name))
+    return _found(matching, f"Tenant {tenant!r} has no application {name!r}.")
+
+
+def require_key(catalog: Catalog, tenant: str, application: str, key_id: str) -> ApiKey:
+    """An application's key. Raises NotFound for any of the three."""
+    require_application(catalog, tenant, application)
+    wanted = (tenant, application, key_id)
+    matching = (key for key in catalog.keys if (key.tenant, key.application, key.id) == wanted)
+    return _found(matching, f"Application {application!r} of tenant {tenant!r} has no key {key_id!r}.")
+
+
+def require_admin_key(catalog: Catalog, key_id: str) -> AdminKey:
+    """The admin key of that id. Raises NotFound."""
+    return _found((key for key in catalog.admin_keys if key.id == key_id), f"There is no admin key {key_id!r}.")
+
+
+def applications_of(catalog: Catalog, tenant: str) -> list[Application]:
+    """A tenant's applications by name. Raises NotFound."""
+    require_tenant(catalog, tenant)
+    return sorted((entry for entry in catalog.applications if entry.tenant == tenant), key=lambda entry: entry.name)
+
+
+def keys_of(catalog: Catalog, tenant: str, application: str) -> list[ApiKey]:
+    """An application's keys by id. Raises NotFound."""
+    require_application(catalog, tenant, application)
+    owned = (key for key in catalog.keys if (key.tenant, key.application) == (tenant, application))
+    return sorted(owned, key=lambda key: key.id)
+
+
+def resolve_scope(catalog: Catalog, scope: Scope) -> Scope:
+    """The scope as admission looks it up: a key's scope names its application too. Raises NotFound for a missing part."""
+    require_tenant(catalog, scope.tenant)
+    application = scope.application
+    if scope.key is not None:
+        owned = (key for key in catalog.keys if key.tenant == scope.tenant and key.id == scope.key)
+        key = _found(owned, f"Tenant {scope.tenant!r} has no key {scope.key!r}.")
+        application = application or key.application
+        require_key(catalog, scope.tenant, application, key.id)
+    elif application is not None:
+        require_application(catalog, scope.tenant, application)
+    if scope.alias is not None and all(alias.name != scope.alias for alias in catalog.aliases):
+        raise errors.NotFound(f"There is no alias {scope.alias!r}.")
+    return Scope(scope.tenant, application, scope.key, scope.alias)
+
+
+def limits_of(catalog: Catalog, scope: Scope) -> Limits:
+    """The limits set for exactly this scope; empty if there are none."""
+    return next((limits for entry, limits in catalog.limits if entry == scope), Limits())
+
+
+def limits_matching(catalog: Catalog, parts: dict[str, str]) -> list[tuple[Scope, Limits]]:
+    """Entries whose scope has these parts (tenant, application, key, alias), widest first within a tenant."""
+    matching = [(scope, limits) for scope, limits in catalog.limits if parts.items() <= scope.public().items()]
+    return sorted(matching, key=lambda entry: tuple(part or "" for part in _ordered(entry[0])))
+
+
+def _ordered(scope: Scope) -> tuple[str | None, ...]:
+    return scope.tenant, scope.application, scope.key, scope.alias
+
+
+def _found(matching: Iterable[T], otherwise: str) -> T:
+    for found in matching:
+        return found
+    raise errors.NotFound(otherwise)

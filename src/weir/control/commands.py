@@ -1,0 +1,371 @@
+"""Every administrative change as one method: validate, change the catalog with its audit entry, publish the new snapshot.
+
+A command answers (result, acknowledgement) once the parts of the cell acknowledged the version, or after the publisher's bound.
+Commands run one after another; a change by another process is seen as a version conflict and planned again on what is there.
+A change that changes nothing writes nothing and publishes what is in force. Names are never given twice, also after a
+revocation, so that records keep their meaning. This module never sees a request, a token, or a stored secret in clear.
+"""
+
+import asyncio
+import json
+import re
+import zoneinfo
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeVar
+
+from weir import errors
+from weir.control.catalog_lookup import (
+    limits_of,
+    require_admin_key,
+    require_application,
+    require_key,
+    require_tenant,
+    resolve_scope,
+)
+from weir.control.credentials import new_credential
+from weir.control.declared_models import DeclaredModels, changed_models, summary_of_models
+from weir.control.snapshots import build_snapshot
+from weir.core.tenancy import (
+    ENFORCED_LIMITS,
+    PLANNED_LIMITS,
+    AdminKey,
+    ApiKey,
+    Application,
+    Limits,
+    Role,
+    Scope,
+    ServiceClass,
+    Tenant,
+)
+from weir.ports import (
+    Acknowledgement,
+    AuditEntry,
+    Catalog,
+    CatalogChange,
+    Clock,
+    ControlStore,
+    Entropy,
+    PublishSnapshot,
+)
+from weir.units import INT64_MAX, Millis
+
+T = TypeVar("T")
+Plan: TypeAlias = Callable[[Catalog], tuple[T, CatalogChange | None]]
+Outcome: TypeAlias = tuple[T, Acknowledgement]
+
+NAME_PATTERN = "[a-z0-9][a-z0-9._-]{0,62}"
+ALIAS_PATTERN = "[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}"
+_APPLY_ATTEMPTS_MAX = 5
+"""A conflict needs another administrator's change within the milliseconds of ours; five in a row are a fault elsewhere."""
+
+
+class Commands:
+    """The administrative commands of a cell. `actor` is the name that the audit trail shows.
+
+    Every command raises LedgerUnavailable when the store does not answer, and AlreadyExists when others keep changing the
+    catalog under it.
+    """
+
+    def __init__(self, store: ControlStore, publish: PublishSnapshot, clock: Clock, entropy: Entropy) -> None:
+        self._store = store
+        self._publish = publish
+        self._clock = clock
+        self._entropy = entropy
+        self._turn = asyncio.Lock()
+
+    # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def catalog(self) -> Catalog:
+        """Everything approved, in one consistent read."""
+        return await self._store.load()
+
+    async def audit_trail(self, limit: int, before_ms: Millis | None = None) -> list[AuditEntry]:
+        """The newest audit entries, newest first."""
+        return await self._store.audit(limit, before_ms)
+
+    async def publish_current(self) -> Acknowledgement:
+        """Publish what the store has now: at start, and after a change by another process."""
+        async with self._turn:
+            return await self._publish(build_snapshot(await self._store.load()))
+
+    # ── tenants ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def create_tenant(
+        self, actor: str, name: str, time_zone: str = "UTC", external_allowed: bool = False
+    ) -> Outcome[Tenant]:
+        """A new tenant. Raises InvalidRequest for the name or the time zone, AlreadyExists."""
+        check_name("name", name)
+        check_time_zone(time_zone)
+        tenant = Tenant(name, time_zone, external_allowed=external_allowed)
+        summary = {"time_zone": time_zone, "external_allowed": external_allowed}
+        entry = self.audit_entry(actor, "tenant.create", name, summary)
+
+        def plan(catalog: Catalog) -> tuple[Tenant, CatalogChange]:
+            if any(known.name == name for known in catalog.tenants):
+                raise errors.AlreadyExists(f"There is a tenant {name!r} already.")
+            return tenant, CatalogChange(entry, tenants=(tenant,))
+
+        return await self.commit(plan)
+
+    async def patch_tenant(
+        self,
+        actor: str,
+        name: str,
+        *,
+        disabled: bool | None = None,
+        time_zone: str | None = None,
+        external_allowed: bool | None = None,
+    ) -> Outcome[Tenant]:
+        """Change what is given; None stays. Raises InvalidRequest for the time zone, NotFound, Revoked."""
+        if time_zone is not None:
+            check_time_zone(time_zone)
+        wanted = {"disabled": disabled, "time_zone": time_zone, "external_allowed": external_allowed}
+        changes: dict[str, Any] = {field: value for field, value in wanted.items() if value is not None}
+        entry = self.audit_entry(actor, "tenant.patch", name, changes)
+
+        def plan(catalog: Catalog) -> tuple[Tenant, CatalogChange | None]:
+            tenant = _unrevoked_tenant(catalog, name)
+            changed = replace(tenant, **changes)
+            return changed, None if changed == tenant else CatalogChange(entry, tenants=(changed,))
+
+        return await self.commit(plan)
+
+    async def revoke_tenant(self, actor: str, name: str) -> Outcome[Tenant]:
+        """End a tenant for good: its running work is cancelled. Idempotent. Raises NotFound."""
+        entry = self.audit_entry(actor, "tenant.revoke", name, {})
+
+        def plan(catalog: Catalog) -> tuple[Tenant, CatalogChange | None]:
+            tenant = require_tenant(catalog, name)
+            revoked = replace(tenant, revoked=True)
+            return revoked, None if tenant.revoked else CatalogChange(entry, tenants=(revoked,))
+
+        return await self.commit(plan)
+
+    # ── applications ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def create_application(
+        self,
+        actor: str,
+        tenant: str,
+        name: str,
+        service_class: ServiceClass = ServiceClass.INTERACTIVE,
+        aliases: Sequence[str] | None = None,
+    ) -> Outcome[Application]:
+        """A new application. aliases: those it may use, also ones to come; None for every one.
+
+        Raises InvalidRequest for a name, NotFound or Revoked for the tenant, AlreadyExists.
+        """
+        check_name("name", name)
+        application = Application(tenant, name, service_class, _checked_aliases(aliases))
+        summary = {"service_class": service_class.value, "aliases": _sorted_or_none(application.aliases)}
+        entry = self.audit_entry(actor, "application.create", f"{tenant}/{name}", summary)
+
+        def plan(catalog: Catalog) -> tuple[Application, CatalogChange]:
+            _unrevoked_tenant(catalog, tenant)
+            if any((known.tenant, known.name) == (tenant, name) for known in catalog.applications):
+                raise errors.AlreadyExists(f"Tenant {tenant!r} has an application {name!r} already.")
+            return application, CatalogChange(entry, applications=(application,))
+
+        return await self.commit(plan)
+
+    async def patch_application(
+        self, actor: str, tenant: str, name: str, aliases: Sequence[str] | None
+    ) -> Outcome[Application]:
+        """Set the aliases that an application may use; None for every one. Raises InvalidRequest, NotFound, Revoked."""
+        allowed = _checked_aliases(aliases)
+        entry = self.audit_entry(actor, "application.patch", f"{tenant}/{name}", {"aliases": _sorted_or_none(allowed)})
+
+        def plan(catalog: Catalog) -> tuple[Application, CatalogChange | None]:
+            application = _unrevoked_application(catalog, tenant, name)
+            changed = replace(application, aliases=allowed)
+            return changed, None if changed == application else CatalogChange(entry, applications=(changed,))
+
+        return await self.commit(plan)
+
+    async def revoke_application(self, actor: str, tenant: str, name: str) -> Outcome[Application]:
+        """End an application for good: its running work is cancelled. Idempotent. Raises NotFound."""
+        entry = self.audit_entry(actor, "application.revoke", f"{tenant}/{name}", {})
+
+        def plan(catalog: Catalog) -> tuple[Application, CatalogChange | None]:
+            application = require_application(catalog, tenant, name)
+            revoked = replace(application, revoked=True)
+            return revoked, None if application.revoked else CatalogChange(entry, applications=(revoked,))
+
+        return await self.commit(plan)
+
+    # ── keys ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def create_key(self, actor: str, tenant: str, application: str) -> Outcome[tuple[ApiKey, str]]:
+        """A new API key and its secret, which is shown this once. Raises NotFound, Revoked."""
+
+        def plan(catalog: Catalog) -> tuple[tuple[ApiKey, str], CatalogChange]:
+            _unrevoked_application(catalog, tenant, application)
+            fresh = new_credential(self._entropy, {key.id for key in catalog.keys})
+            key = ApiKey(fresh.id, tenant, application, fresh.secret_sha256)
+            entry = self.audit_entry(actor, "key.create", f"{tenant}/{application}/{key.id}", {})
+            return (key, fresh.secret), CatalogChange(entry, keys=(key,))
+
+        return await self.commit(plan)
+
+    async def revoke_key(self, actor: str, tenant: str, application: str, key_id: str) -> Outcome[ApiKey]:
+        """End a key for good: its running work is cancelled. Idempotent. Raises NotFound."""
+        entry = self.audit_entry(actor, "key.revoke", f"{tenant}/{application}/{key_id}", {})
+
+        def plan(catalog: Catalog) -> tuple[ApiKey, CatalogChange | None]:
+            key = require_key(catalog, tenant, application, key_id)
+            revoked = replace(key, revoked=True)
+            return revoked, None if key.revoked else CatalogChange(entry, keys=(revoked,))
+
+        return await self.commit(plan)
+
+    async def create_admin_key(self, actor: str, name: str, role: Role) -> Outcome[tuple[AdminKey, str]]:
+        """A new admin key for the actor `name`, and its secret, shown this once. Raises InvalidRequest for the name."""
+        check_name("actor", name)
+
+        def plan(catalog: Catalog) -> tuple[tuple[AdminKey, str], CatalogChange]:
+            fresh = new_credential(self._entropy, {key.id for key in catalog.admin_keys})
+            key = AdminKey(fresh.id, name, role, fresh.secret_sha256)
+            entry = self.audit_entry(actor, "admin_key.create", key.id, {"actor": name, "role": role.value})
+            return (key, fresh.secret), CatalogChange(entry, admin_keys=(key,))
+
+        return await self.commit(plan)
+
+    async def revoke_admin_key(self, actor: str, key_id: str) -> Outcome[AdminKey]:
+        """End an admin key. Idempotent. Raises NotFound, and Forbidden for the last owner's key."""
+        entry = self.audit_entry(actor, "admin_key.revoke", key_id, {})
+
+        def plan(catalog: Catalog) -> tuple[AdminKey, CatalogChange | None]:
+            key = require_admin_key(catalog, key_id)
+            owners = [known.id for known in catalog.admin_keys if known.role is Role.OWNER and not known.revoked]
+            if owners == [key_id]:
+                raise errors.Forbidden("The last owner's key cannot be revoked: nobody could administer the cell.")
+            revoked = replace(key, revoked=True)
+            return revoked, None if key.revoked else CatalogChange(entry, admin_keys=(revoked,))
+
+        return await self.commit(plan)
+
+    # ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def put_limits(self, actor: str, scope: Scope, changes: Mapping[str, object]) -> Outcome[tuple[Scope, Limits]]:
+        """Merge into a scope's limits: absent names stay, None removes, an int 0 … 2**63 − 1 sets. Answers the entry.
+
+        Raises InvalidRequest for an unknown name or a value, UnsupportedField for one not enforced yet, NotFound.
+        """
+        accepted = _checked_limits(changes)
+
+        def plan(catalog: Catalog) -> tuple[tuple[Scope, Limits], CatalogChange | None]:
+            resolved = resolve_scope(catalog, scope)
+            before = limits_of(catalog, resolved)
+            after = replace(before, **accepted)
+            subject = "/".join(f"{part}={name}" for part, name in resolved.public().items())
+            entry = self.audit_entry(actor, "limits.put", subject, accepted)
+            return (resolved, after), None if after == before else CatalogChange(entry, limits=((resolved, after),))
+
+        return await self.commit(plan)
+
+    # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def register_models(self, actor: str, models: DeclaredModels) -> Outcome[None]:
+        """Insert or replace revisions, aliases and pools; others stay. Raises InvalidRequest for a missing revision."""
+
+        def plan(catalog: Catalog) -> tuple[None, CatalogChange | None]:
+            changed = changed_models(catalog, models)
+            if changed.is_empty:
+                return None, None
+            return None, CatalogChange(
+                self.audit_entry(actor, "models.register", "models", summary_of_models(changed)),
+                revisions=changed.revisions,
+                aliases=changed.aliases,
+                pools=changed.pools,
+            )
+
+        return await self.commit(plan)
+
+    # ── the way of every change ──────────────────────────────────────────────────────────────────────────────────────
+
+    async def commit(self, plan: Plan[T]) -> Outcome[T]:
+        """Load, plan, apply at the version that was read, publish. plan: pure, may be asked again; None changes nothing."""
+        async with self._turn:
+            for _ in range(_APPLY_ATTEMPTS_MAX):
+                catalog = await self._store.load()
+                result, change = plan(catalog)
+                if change is None or await self._applied(catalog.version, change):
+                    snapshot = build_snapshot(await self._store.load())
+                    return result, await self._publish(snapshot)
+        raise errors.AlreadyExists("Others are changing the catalog; send the request again.", should_retry=True)
+
+    async def _applied(self, version: int, change: CatalogChange) -> bool:
+        try:
+            await self._store.apply(version, change)
+        except errors.AlreadyExists:  # the port's word for a version conflict
+            return False
+        return True
+
+    def audit_entry(self, actor: str, action: str, subject: str, summary: Mapping[str, object]) -> AuditEntry:
+        """An entry of the audit trail at this moment. summary: JSON values without secrets."""
+        return AuditEntry(self._clock.wall_ms(), actor, action, subject, json.dumps(summary, sort_keys=True))
+
+
+# ── validation ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_name(field: str, name: str) -> None:
+    """Raises InvalidRequest unless it is a name of a tenant, an application or an actor."""
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise errors.InvalidRequest(f"{field} is not a valid name.", members={"field": field, "accepted": NAME_PATTERN})
+
+
+def check_time_zone(name: str) -> None:
+    """Raises InvalidRequest unless it is an IANA time zone of this machine."""
+    try:
+        zoneinfo.ZoneInfo(name)
+    except (KeyError, ValueError, OSError) as unknown:  # a directory, a path out of the database, an unknown name
+        accepted = "an IANA time zone, such as Europe/Berlin"
+        members = {"field": "time_zone", "accepted": accepted}
+        raise errors.InvalidRequest("time_zone is not a known time zone.", members=members) from unknown
+
+
+def _checked_aliases(aliases: Sequence[str] | None) -> frozenset[str] | None:
+    for alias in aliases or ():
+        if not re.fullmatch(ALIAS_PATTERN, alias):
+            members = {"field": "aliases", "accepted": f"a list of {ALIAS_PATTERN}"}
+            raise errors.InvalidRequest("aliases holds what cannot be an alias.", members=members)
+    return None if aliases is None else frozenset(aliases)
+
+
+def _checked_limits(changes: Mapping[str, object]) -> dict[str, Any]:
+    """The enforced limits among the changes, each None or an int in range."""
+    accepted: dict[str, Any] = {}
+    for name, value in changes.items():
+        if name in PLANNED_LIMITS:
+            if value is not None:
+                raise errors.UnsupportedField(f"{name} is not enforced yet.", members={"field": name})
+        elif name not in ENFORCED_LIMITS:
+            members = {"field": name, "accepted": list(ENFORCED_LIMITS)}
+            raise errors.InvalidRequest("There is no such limit.", members=members)
+        elif value is None or (type(value) is int and 0 <= value <= INT64_MAX):
+            accepted[name] = value
+        else:
+            members = {"field": name, "accepted": f"an integer 0 … {INT64_MAX}, or null"}
+            raise errors.InvalidRequest(f"{name} must be a whole number that is not negative.", members=members)
+    return accepted
+
+
+def _unrevoked_tenant(catalog: Catalog, name: str) -> Tenant:
+    tenant = require_tenant(catalog, name)
+    if tenant.revoked:
+        raise errors.Revoked(f"Tenant {name!r} was revoked.")
+    return tenant
+
+
+def _unrevoked_application(catalog: Catalog, tenant: str, name: str) -> Application:
+    application = require_application(catalog, tenant, name)
+    _unrevoked_tenant(catalog, tenant)
+    if application.revoked:
+        raise errors.Revoked(f"Application {name!r} of tenant {tenant!r} was revoked.")
+    return application
+
+
+def _sorted_or_none(names: frozenset[str] | None) -> list[str] | None:
+    return None if names is None else sorted(names)

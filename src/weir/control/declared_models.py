@@ -1,0 +1,64 @@
+"""Models that are registered together, and what of them is new.
+
+Pure. Declaring a revision again never brings a revoked one back, and never replaces a price schedule by an older one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from weir import errors
+from weir.core.registry.model import Alias, Pool, Revision
+from weir.ports import Catalog
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredModels:
+    """Revisions, aliases and pools that somebody registers together."""
+
+    revisions: Sequence[Revision] = ()
+    aliases: Sequence[Alias] = ()
+    pools: Sequence[Pool] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """True when nothing is declared."""
+        return not (self.revisions or self.aliases or self.pools)
+
+
+def changed_models(catalog: Catalog, models: DeclaredModels) -> DeclaredModels:
+    """What of the declared models differs from the catalog. A revocation and a newer price schedule stay.
+
+    Raises InvalidRequest where an alias or a pool names a revision that is neither declared nor known.
+    """
+    known = {revision.id: revision for revision in catalog.revisions}
+    revisions = [_kept(revision, known.get(revision.id)) for revision in models.revisions]
+    _check_named(models, known.keys() | {revision.id for revision in revisions})
+    return DeclaredModels(
+        tuple(entry for entry in revisions if entry != known.get(entry.id)),
+        tuple(alias for alias in models.aliases if alias not in catalog.aliases),
+        tuple(pool for pool in models.pools if pool not in catalog.pools),
+    )
+
+
+def _check_named(models: DeclaredModels, ids: set[str]) -> None:
+    named = [(alias.name, alias.revision) for alias in models.aliases] + [(pool.name, pool.revision) for pool in models.pools]
+    for name, revision in named:
+        if revision not in ids:
+            members = {"field": "revision", "accepted": sorted(ids)}
+            raise errors.InvalidRequest(f"{name!r} names a revision that is not registered.", members=members)
+
+
+def _kept(declared: Revision, stored: Revision | None) -> Revision:
+    if stored is None:
+        return declared
+    price = stored.price if stored.price.version > declared.price.version else declared.price
+    return replace(declared, price=price, revoked=declared.revoked or stored.revoked)
+
+
+def summary_of_models(models: DeclaredModels) -> dict[str, object]:
+    """What an audit entry says of registered models: names only."""
+    return {
+        "revisions": [revision.id for revision in models.revisions],
+        "aliases": {alias.name: alias.revision for alias in models.aliases},
+        "pools": [pool.name for pool in models.pools],
+    }

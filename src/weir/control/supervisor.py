@@ -1,0 +1,264 @@
+"""Keeps every pool at its number of replicas: starts, warms up, probes, restarts with backoff, drains and stops.
+
+A launched replica is ready once a real generation came back from it; a replica behind a URL, once its probe succeeded. The
+supervisor reports facts to the fleet and takes no part in placement. Its loops end with its task group, and then every process
+that it started is stopped.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+
+from weir import errors
+from weir.config import EngineConfig
+from weir.core.registry.model import EngineKind, Pool, Revision
+from weir.core.request import Message, Sampling
+from weir.messages import ReplicaAddress
+from weir.ports import Clock, Delta, Engine, EngineCall, EngineEnd, Launcher, ReplicaProcess
+from weir.units import Millis, ns_from_ms
+
+_log = structlog.get_logger("weir.supervisor")
+
+WARM_UP_TOKENS = 4
+_WARM_UP_MS = 60_000
+_RETRY_STARTING_S = 0.2
+_IDLE_CHECK_S = 1.0
+_BACKOFF_MAX_S = 30.0
+_STOP_GRACE_MS: Millis = 2_000
+
+
+class FleetReports(Protocol):
+    """What the supervisor tells the coordinator's fleet."""
+
+    def add_pool(self, name: str, revision: str, *, on_demand: bool = False) -> None: ...
+
+    def add(self, name: str, pool: str, concurrency: int) -> None: ...
+
+    def answered(self, address: ReplicaAddress) -> None: ...
+
+    def doubted(self, pool: str, name: str) -> None: ...
+
+    def gone(self, pool: str, name: str) -> None: ...
+
+    def running_in(self, pool: str) -> int: ...
+
+
+@dataclass(slots=True)
+class _PoolKeeping:
+    """A pool's loop: what it keeps, and the signals that wake it."""
+
+    pool: Pool
+    revision: Revision
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    last_fault: str | None = None
+
+
+class Supervisor:
+    """Keeps the pools of a cell. engine_for: the client of an engine kind."""
+
+    def __init__(
+        self,
+        fleet: FleetReports,
+        launcher: Launcher,
+        engine_for: Callable[[EngineKind], Engine],
+        config: EngineConfig,
+        clock: Clock,
+    ) -> None:
+        self._fleet = fleet
+        self._launcher = launcher
+        self._engine_for = engine_for
+        self._config = config
+        self._clock = clock
+        self._pools: dict[str, _PoolKeeping] = {}
+        self._condemned: dict[str, asyncio.Event] = {}
+        self._serial = 0
+        self.announce: Callable[[str], None] = lambda line: None
+
+    def add_pool(self, pool: Pool, revision: Revision) -> None:
+        """Keep this pool once `run` runs."""
+        keeping = self._pools[pool.name] = _PoolKeeping(pool, revision)
+        if not pool.on_demand:
+            keeping.wanted.set()
+        self._fleet.add_pool(pool.name, revision.id, on_demand=pool.on_demand)
+
+    def demand(self, pool: str) -> None:
+        """A request asked for a pool that is on demand."""
+        self._pools[pool].wanted.set()
+
+    def condemn(self, replica: str) -> None:
+        """Replace a replica that did not confirm a stop."""
+        if (event := self._condemned.get(replica)) is not None:
+            event.set()
+
+    def fault_of(self, pool: str) -> str | None:
+        """Why the pool's last start or replica failed, if it did."""
+        return self._pools[pool].last_fault
+
+    async def wait_ready(self) -> None:
+        """Until every pool that is not on demand had a ready replica."""
+        for keeping in self._pools.values():
+            if not keeping.pool.on_demand:
+                await keeping.ready.wait()
+
+    async def run(self) -> None:
+        """Keep the pools until cancelled; then stop what was started."""
+        async with asyncio.TaskGroup() as tasks:
+            for keeping in self._pools.values():
+                for url in keeping.pool.urls:
+                    tasks.create_task(self._keep_url(keeping, url))
+                if not keeping.pool.urls:
+                    for _ in range(keeping.pool.replicas):
+                        tasks.create_task(self._keep_launched(keeping))
+
+    def _name(self, keeping: _PoolKeeping) -> str:
+        self._serial += 1
+        return f"{keeping.pool.name}-{self._serial}"
+
+    def _address(self, keeping: _PoolKeeping, name: str, url: str, api_key: str | None) -> ReplicaAddress:
+        revision = keeping.revision
+        model = revision.artifact if revision.engine is EngineKind.OPENAI else revision.id
+        return ReplicaAddress(
+            name, keeping.pool.name, revision.id, revision.engine, url, model, revision.context_tokens, api_key=api_key
+        )
+
+    # ── replicas behind a URL ────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _keep_url(self, keeping: _PoolKeeping, url: str) -> None:
+        while True:
+            name = self._name(keeping)
+            self._fleet.add(name, keeping.pool.name, keeping.pool.concurrency)
+            try:
+                await self._watch(keeping, self._address(keeping, name, url, None))
+            finally:
+                self._fleet.gone(keeping.pool.name, name)
+
+    # ── launched replicas ────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _keep_launched(self, keeping: _PoolKeeping) -> None:
+        backoff_s = self._config.restart_backoff_ms / 1e3
+        while True:
+            await keeping.wanted.wait()
+            started_ns = self._clock.monotonic_ns()
+            try:
+                await self._run_replica(keeping)
+            except errors.EngineFault as fault:
+                keeping.last_fault = fault.detail
+                _log.warning("replica_failed", pool=keeping.pool.name, revision=keeping.revision.id, reason=fault.detail)
+                if self._clock.monotonic_ns() - started_ns > ns_from_ms(60_000):
+                    backoff_s = self._config.restart_backoff_ms / 1e3
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
+
+    async def _run_replica(self, keeping: _PoolKeeping) -> None:
+        """One process from launch to its end. Raises EngineFault unless it was stopped because it idled."""
+        name = self._name(keeping)
+        self._fleet.add(name, keeping.pool.name, keeping.pool.concurrency)
+        self.announce(f"starting {keeping.revision.id} ({name})")
+        try:
+            process = await self._launcher.launch(keeping.revision, keeping.pool)
+            try:
+                address = self._address(keeping, name, process.url, process.api_key)
+                await self._warm_up(keeping, await self._probe_until_answered(address))
+                await self._serve_until_over(keeping, address, process)
+            finally:
+                await process.stop(_STOP_GRACE_MS)
+        finally:
+            self._fleet.gone(keeping.pool.name, name)
+
+    async def _probe_until_answered(self, address: ReplicaAddress) -> ReplicaAddress:
+        """The engine listens, but may still load. Raises EngineError after the start bound."""
+        engine = self._engine_for(address.engine)
+        deadline_ns = self._clock.monotonic_ns() + ns_from_ms(self._config.start_ms)
+        while True:
+            try:
+                return await engine.probe(address)
+            except errors.EngineFault as fault:
+                if self._clock.monotonic_ns() > deadline_ns:
+                    raise errors.EngineError(f"The engine did not become healthy: {fault.detail}") from fault
+            await asyncio.sleep(_RETRY_STARTING_S)
+
+    async def _warm_up(self, keeping: _PoolKeeping, address: ReplicaAddress) -> None:
+        """A replica is ready once it generated. Raises EngineFault when it does not."""
+        sink = _WarmUpSink()
+        prompt: str | tuple[Message, ...] = (Message("user", "Hello"),) if keeping.revision.chat else "Hello"
+        call = EngineCall(address, 0, prompt, keeping.revision.chat, WARM_UP_TOKENS, Sampling())
+        run = self._engine_for(address.engine).start(call, sink)
+        try:
+            async with asyncio.timeout(_WARM_UP_MS / 1e3):
+                await sink.ended.wait()
+        except TimeoutError as late:
+            raise errors.EngineError(f"The warm-up generation did not end within {_WARM_UP_MS} ms.") from late
+        finally:
+            run.cancel()
+        if sink.fault is not None:
+            raise sink.fault
+        await run.stopped()
+
+    async def _serve_until_over(self, keeping: _PoolKeeping, address: ReplicaAddress, process: ReplicaProcess) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            exit_status = tasks.create_task(process.wait())
+            watch = tasks.create_task(self._watch(keeping, address))
+            idle = tasks.create_task(self._wait_idle(keeping))
+            await asyncio.wait((exit_status, watch, idle), return_when=asyncio.FIRST_COMPLETED)
+            over = (exit_status.done(), watch.done())
+            for task in (exit_status, watch, idle):
+                task.cancel()
+        if over[0]:
+            raise errors.ReplicaLost("The engine process exited.")
+        if over[1]:
+            raise errors.EngineError("The engine did not confirm that it stopped a generation.")
+        keeping.wanted.clear()
+        _log.info("replica_idle", pool=keeping.pool.name)
+
+    async def _wait_idle(self, keeping: _PoolKeeping) -> None:
+        """Until an on-demand pool had nothing to do for its idle time; never for others."""
+        idle_since_ns = self._clock.monotonic_ns()
+        while True:
+            await asyncio.sleep(_IDLE_CHECK_S)
+            now_ns = self._clock.monotonic_ns()
+            if not keeping.pool.on_demand or self._fleet.running_in(keeping.pool.name):
+                idle_since_ns = now_ns
+            elif now_ns - idle_since_ns > ns_from_ms(keeping.pool.idle_stop_ms):
+                return
+
+    async def _watch(self, keeping: _PoolKeeping, address: ReplicaAddress) -> None:
+        """Probe until the replica is condemned; each answer makes it ready, each fault suspect."""
+        condemned = self._condemned[address.name] = asyncio.Event()
+        engine = self._engine_for(address.engine)
+        try:
+            while not condemned.is_set():
+                try:
+                    self._fleet.answered(await engine.probe(address))
+                    if not keeping.ready.is_set():
+                        self.announce(f"ready: {keeping.revision.id}")
+                    keeping.ready.set()
+                except errors.EngineFault as fault:
+                    keeping.last_fault = fault.detail
+                    self._fleet.doubted(keeping.pool.name, address.name)
+                try:
+                    async with asyncio.timeout(self._config.probe_ms / 1e3):
+                        await condemned.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            del self._condemned[address.name]
+
+
+class _WarmUpSink:
+    """Waits for the end of a warm-up; its text is dropped."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.fault: errors.WeirError | None = None
+
+    def on_deltas(self, deltas: Sequence[Delta]) -> None:
+        """Output came; the warm-up only waits for the end."""
+
+    def on_end(self, end: EngineEnd) -> None:
+        """The generation is over."""
+        self.fault = end.fault
+        self.ended.set()

@@ -1,0 +1,490 @@
+"""The one brain of a cell: it admits, books, queues, dispatches and settles, and owns everything that is counted.
+
+Every decision is one synchronous step on the event loop: the core decides, this class takes what was decided, appends the
+record and tells the gateway. It never waits inside a decision, never sees prompt or output text, and never retries a write
+itself.
+
+    acquire ──▶ decide ─ rejected
+                  └ take · hold record · queue ──▶ schedule ──▶ step record · granted ──▶ progress ──▶ finish ──▶ settle record
+                                                      ▲                                                  stopped ─┘ (lane)
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from weir import errors
+from weir.config import CoordinatorConfig
+from weir.coordinator.execution import Execution, Placement
+from weir.coordinator.execution_table import ExecutionTable
+from weir.coordinator.fleet import Fleet, PoolView
+from weir.coordinator.journal import Journal
+from weir.coordinator.ledger_entries import Stamp, hold_record
+from weir.coordinator.queries import Queries
+from weir.coordinator.rejections import RejectionCounter
+from weir.coordinator.sessions import LocalLink, Session, Sessions
+from weir.coordinator.settler import Settler
+from weir.core.admission import Admit, Asked, Bound, Door, decide
+from weir.core.endings import FinishReason
+from weir.core.ledger import reservation
+from weir.core.ledger.book import Book
+from weir.core.ledger.records import ExecutionId, StepRecord
+from weir.core.registry.model import WorkloadClass
+from weir.core.registry.snapshot import Snapshot
+from weir.core.request import Admit as AdmitEvent
+from weir.core.request import Dispatch, Dispatched, FirstOutput, Queued, Received, advance
+from weir.core.scheduling.feasibility import predicted_wait_ms
+from weir.core.scheduling.queues import DomainQueue
+from weir.core.scheduling.schedule import Start, next_start
+from weir.core.tenancy import Principal, scopes_of
+from weir.messages import (
+    Acquire,
+    Admitted,
+    AskStanding,
+    CancelById,
+    DeliveryBooked,
+    Finish,
+    FleetView,
+    GenerationRecord,
+    Granted,
+    HoldBooked,
+    Lookup,
+    Progress,
+    Register,
+    Rejected,
+    Stopped,
+    StopRequest,
+    Up,
+)
+from weir.ports import Clock, GatewayInbox
+from weir.telemetry import Telemetry
+from weir.units import Millis, ceil_ms_from_ns, ns_from_ms
+
+_TICK_S = 0.25
+_FLUSH_S = 1.0
+_LATE_RETRY_MS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorParts:
+    """What a coordinator works with."""
+
+    clock: Clock
+    config: CoordinatorConfig
+    fleet: Fleet
+    book: Book
+    journal: Journal
+    executions: ExecutionTable
+    rejections: RejectionCounter
+    telemetry: Telemetry
+
+
+class Coordinator:
+    """Owner of the book, the queues and the executions of a cell."""
+
+    def __init__(self, parts: CoordinatorParts, snapshot: Snapshot) -> None:
+        self._clock = parts.clock
+        self._config = parts.config
+        self._fleet = parts.fleet
+        self._book = parts.book
+        self._journal = parts.journal
+        self._executions = parts.executions
+        self._rejections = parts.rejections
+        self._telemetry = parts.telemetry
+        self._snapshot = snapshot
+        self._queries = Queries(parts.clock, parts.book, parts.executions, self._ask_to_stop, self._start)
+        self._sessions = Sessions()
+        self._settler = Settler(parts.clock, parts.book, parts.journal, parts.executions, self._sessions, parts.telemetry)
+        self._queues: dict[str, DomainQueue[ExecutionId]] = {}
+        self._queued: dict[ExecutionId, Execution] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._draining = False
+        self._receivers: dict[type, Callable[[Session, Any], None]] = {
+            Acquire: self._on_acquire,
+            Progress: self._on_progress,
+            Finish: self._on_finish,
+            Stopped: self._on_stopped,
+            CancelById: self._queries.on_cancel_by_id,
+            Lookup: self._queries.on_lookup,
+            AskStanding: self._queries.on_ask_standing,
+        }
+        self._fleet.on_change = self._fleet_changed
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def run(self) -> None:
+        """Write the journal and tick until `close`. A failure ends every task of the coordinator."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            loops = [tasks.create_task(self._tick_forever()), tasks.create_task(self._flush_forever())]
+            await self._journal.run()
+            for task in loops:
+                task.cancel()
+        await self._rejections.flush()
+
+    def close(self) -> None:
+        """Let `run` return once the journal is empty."""
+        self._journal.close()
+
+    async def drain(self, grace_ms: int) -> None:
+        """Refuse new work, let what is admitted finish within the grace, then end the rest as `shutdown`."""
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._settler.idle.wait(), grace_ms / 1e3)
+        except TimeoutError:
+            for execution in self._executions.live:
+                self._ask_to_stop(execution, FinishReason.SHUTDOWN)
+            await self._wait_for_idle_after_stop()
+
+    async def _wait_for_idle_after_stop(self) -> None:
+        try:
+            await asyncio.wait_for(self._settler.idle.wait(), self._config.store_wait_ms / 1e3 + 5)
+        except TimeoutError:
+            return  # an engine does not confirm, or the store is away: recovery resolves what is left
+
+    def set_snapshot(self, snapshot: Snapshot) -> None:
+        """Put a newer approved configuration in force; work of a revoked identity or revision is cancelled."""
+        self._snapshot = snapshot
+        self._book.set_limits(snapshot.limits, self._clock.monotonic_ns())
+        for execution in self._executions.live:
+            asked = execution.acquire
+            revision = snapshot.revisions.get(asked.revision)
+            if snapshot.is_revoked(asked.tenant, asked.application, asked.key) or (revision and revision.revoked):
+                self._ask_to_stop(execution, FinishReason.REVOKED)
+
+    @property
+    def live_count(self) -> int:
+        """Executions that are not quiet yet: not ended, not durable, or their engine not stopped."""
+        return self._executions.live_count
+
+    def queued_in(self, pool: str) -> int:
+        """Admitted requests that wait in a pool's domain."""
+        queue = self._queues.get(pool)
+        return len(queue) if queue is not None else 0
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The approved configuration in force."""
+        return self._snapshot
+
+    # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def connect(self, register: Register, inbox: GatewayInbox) -> LocalLink:
+        """Open a session for a gateway in this process; it gets the snapshot and the fleet at once."""
+        session = self._sessions.open(register.session, inbox)
+        inbox.deliver(self._snapshot)
+        inbox.deliver(FleetView(self._fleet.ready_addresses()))
+        return LocalLink(self.receive, session)
+
+    def receive(self, session: Session, message: Up) -> None:
+        """One message of a session."""
+        self._receivers[type(message)](session, message)
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Put a snapshot in force here, then pass it to every session."""
+        self.set_snapshot(snapshot)
+        self._sessions.tell_all(snapshot)
+
+    def _fleet_changed(self) -> None:
+        self._sessions.tell_all(FleetView(self._fleet.ready_addresses()))
+        self._schedule()
+
+    # ── admission ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _on_acquire(self, session: Session, asked: Acquire) -> None:
+        known = self._executions.get(asked.tenant, asked.request_id)
+        if known is not None or not asked.request_id_given:
+            self._admit(session, asked, self._executions.bound_of(known, self._clock.wall_ms()) if known else None)
+            return
+        session.asking.add(asked.ref)  # the id may be bound by an execution that only the store remembers
+        self._start(self._admit_after_lookup(session, asked))
+
+    async def _admit_after_lookup(self, session: Session, asked: Acquire) -> None:
+        bound: Bound | None = None
+        began_ns = self._clock.monotonic_ns()
+        try:
+            stored = await self._executions.find_stored(asked.tenant, asked.request_id)
+        except errors.LedgerUnavailable as fault:
+            self._reject(session, asked, fault)
+            return
+        if asked.ref not in session.asking:
+            return  # the client left meanwhile
+        if stored is not None:
+            bound = self._executions.bound_of_stored(stored, self._clock.wall_ms())
+        if known := self._executions.get(asked.tenant, asked.request_id):
+            bound = self._executions.bound_of(known, self._clock.wall_ms())
+        asked = _later(asked, ceil_ms_from_ns(self._clock.monotonic_ns() - began_ns))
+        self._admit(session, asked, bound, stored.record if stored else None)
+
+    def _admit(self, session: Session, asked: Acquire, bound: Bound | None, stored: GenerationRecord | None = None) -> None:
+        session.asking.discard(asked.ref)
+        pool = self._fleet.pool_of(asked.revision)
+        refusal = self._refusal_of_state() or (errors.NoCapacity("No pool serves this revision.") if pool is None else None)
+        if refusal is not None or pool is None:
+            self._reject(session, asked, refusal or errors.NoCapacity())
+            return
+        now_ns = self._clock.monotonic_ns()
+        decision = decide(_asked(asked), self._snapshot, bound, self._book, self._door(pool, asked), now_ns)
+        if isinstance(decision, Admit):
+            self._take(session, asked, decision, pool)
+        else:
+            self._reject(session, asked, decision, stored)
+
+    def _refusal_of_state(self) -> errors.WeirError | None:
+        if self._draining:
+            return errors.Draining("The platform is draining.", retry_after_ms=_LATE_RETRY_MS)
+        if self._journal.late_ns() > ns_from_ms(self._config.store_wait_ms):
+            return errors.LedgerUnavailable("The ledger cannot be written now.", retry_after_ms=_LATE_RETRY_MS)
+        return None
+
+    def _door(self, pool: PoolView, asked: Acquire) -> Door:
+        queue = self._queue(pool.name)
+        lanes, free = self._fleet.lanes(pool)
+        return Door(
+            lanes=lanes,
+            queue_refusal=queue.refusal(asked.tenant, asked.input_bytes),
+            predicted_wait_ms=predicted_wait_ms(len(queue), lanes, free, pool.occupancy) if lanes else 0,
+            wait_ms_max=self._config.queue_wait_ms,
+            no_capacity_retry_ms=0 if lanes else self._fleet.expected_start_ms(pool),
+        )
+
+    def _queue(self, pool: str) -> DomainQueue[ExecutionId]:
+        queue = self._queues.get(pool)
+        if queue is None:
+            queue = self._queues[pool] = DomainQueue(self._config.queue_bounds)
+        return queue
+
+    def _take(self, session: Session, asked: Acquire, admit: Admit, pool: PoolView) -> None:
+        now_ns = self._clock.monotonic_ns()
+        execution = Execution(
+            id=ExecutionId(asked.tenant, asked.request_id, admit.execution),
+            acquire=asked,
+            admit=admit,
+            session=session.name,
+            pool=pool.name,
+            arrived_ns=now_ns - ns_from_ms(asked.waited_ms),
+            deadline_ns=now_ns + ns_from_ms(asked.deadline_left_ms),
+            state=advance(Received(0), AdmitEvent(0)),
+            reservation=reservation.Held(admit.worst),
+        )
+        self._append_hold(execution)
+        self._executions.add(execution)
+        self._settler.idle.clear()
+        session.by_ref[asked.ref] = execution
+        self._queue(pool.name).push(asked.tenant, execution.id, asked.input_bytes)
+        self._queued[execution.id] = execution
+        session.inbox.deliver(Admitted(asked.ref, admit.execution, self._queries.standing(admit.scopes)))
+        self._schedule()
+        if isinstance(execution.state, Queued):
+            self._watch_the_wait(execution)
+
+    def _append_hold(self, execution: Execution) -> None:
+        taken = self._book.take(execution.id, execution.admit.scopes, execution.admit.worst, self._clock.monotonic_ns())
+        stamp = Stamp(self._journal.next_seq(), self._clock.wall_ms())
+        self._journal.append(hold_record(execution, stamp, taken), partial(self._hold_is_durable, execution))
+
+    def _hold_is_durable(self, execution: Execution) -> None:
+        execution.hold_durable = True
+        self._sessions.deliver(execution, HoldBooked(execution.acquire.ref))
+
+    def _reject(
+        self, session: Session, asked: Acquire, refusal: errors.WeirError, stored: GenerationRecord | None = None
+    ) -> None:
+        session.asking.discard(asked.ref)
+        self._telemetry.rejected(refusal.code)
+        self._rejections.count(asked.tenant, refusal.code)
+        generation = None
+        if isinstance(refusal, errors.RequestInFlight | errors.OutputNotRetained):
+            known = self._executions.get(asked.tenant, asked.request_id)
+            generation = known.public() if known else stored
+        session.inbox.deliver(
+            Rejected(
+                ref=asked.ref,
+                code=refusal.code,
+                detail=refusal.detail,
+                members=dict(refusal.members),
+                standing=self._queries.standing(scopes_of(asked.tenant, asked.application, asked.key, asked.alias)),
+                retry_after_ms=refusal.retry_after_ms,
+                should_retry=refusal.retry_advice,
+                generation=generation,
+            )
+        )
+
+    # ── dispatch ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _schedule(self) -> None:
+        """Dispatch as long as something that waits can start."""
+        while (start := next_start(self._queues, self._fleet.replicas_by_pool())) is not None:
+            self._dispatch(start)
+
+    def _dispatch(self, start: Start[ExecutionId]) -> None:
+        self._queues[start.domain].pop()
+        execution = self._queued.pop(start.key)
+        execution.cancel_timer()
+        now_ns = self._clock.monotonic_ns()
+        if now_ns >= execution.deadline_ns:
+            self._settler.release(execution, FinishReason.DEADLINE, self._workload(execution))
+            return
+        asked, replica = execution.acquire, start.replica
+        execution.state = advance(execution.state, Dispatch(0, replica.name))
+        assert isinstance(execution.state, Dispatched)
+        attempt = execution.state.attempt
+        lane = replica.take_lane()
+        execution.placement = Placement(replica, lane, attempt, now_ns)
+        most = min(self._config.delivery_step_tokens, execution.admit.worst.output_tokens)
+        self._append_step(execution, most if asked.stream else 0)
+        self._sessions.deliver(
+            execution,
+            Granted(
+                ref=asked.ref,
+                execution=execution.id.execution,
+                attempt=attempt,
+                replica=self._fleet.address_of(replica.name),
+                lane=lane,
+                queue_ms=execution.waited_ms(now_ns),
+                delivered_max=execution.delivered_max,
+            ),
+        )
+
+    def _append_step(self, execution: Execution, delivered_max: int) -> None:
+        placement = execution.placement
+        assert placement is not None
+        execution.delivered_max = delivered_max
+        record = StepRecord(self._journal.next_seq(), execution.id, placement.attempt, placement.replica.name, delivered_max)
+        booked = DeliveryBooked(execution.acquire.ref, placement.attempt, delivered_max)
+        self._journal.append(record, partial(self._sessions.deliver, execution, booked))
+
+    def _watch_the_wait(self, execution: Execution) -> None:
+        now_ns = self._clock.monotonic_ns()
+        bound_ns = execution.arrived_ns + ns_from_ms(self._config.queue_wait_ms)
+        due_ns = min(bound_ns, execution.deadline_ns)
+        reason = FinishReason.QUEUE_WAIT if bound_ns < execution.deadline_ns else FinishReason.DEADLINE
+        delay_s = max(0, due_ns - now_ns) / 1e9
+        execution.timer = asyncio.get_running_loop().call_later(delay_s, self._end_queued, execution, reason)
+
+    # ── progress and ends ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _on_progress(self, session: Session, progress: Progress) -> None:
+        execution = session.by_ref.get(progress.ref)
+        if execution is None or execution.end_record is not None:
+            return
+        if progress.first_output and isinstance(execution.state, Dispatched):
+            execution.state = advance(execution.state, FirstOutput(0))
+        if progress.delivered_max is not None:
+            wanted = min(progress.delivered_max, execution.admit.worst.output_tokens)
+            if wanted > execution.delivered_max:
+                self._append_step(execution, wanted)
+
+    def _on_finish(self, session: Session, finish: Finish) -> None:
+        session.asking.discard(finish.ref)
+        execution = session.by_ref.get(finish.ref)
+        if execution is None:
+            return  # it left before a decision
+        if execution.end_record is not None:
+            self._telemetry.late.inc()
+        elif isinstance(execution.state, Queued):
+            self._end_queued(execution, finish.reason)
+        else:
+            self._settler.settle(execution, finish, self._workload(execution))
+            if finish.reason in (FinishReason.REPLICA_LOST, FinishReason.STALLED) and execution.placement is not None:
+                self._fleet.doubted(execution.pool, execution.placement.replica.name)
+
+    def _end_queued(self, execution: Execution, reason: FinishReason) -> None:
+        """End an execution that waits in its queue."""
+        self._queues[execution.pool].remove(execution.id.tenant, execution.id)
+        self._queued.pop(execution.id, None)
+        execution.cancel_timer()
+        self._settler.release(execution, reason, self._workload(execution))
+
+    def _on_stopped(self, session: Session, stopped: Stopped) -> None:
+        execution = session.by_ref.get(stopped.ref)
+        placement = execution.placement if execution else None
+        if execution is None or placement is None or placement.lane is None:
+            return
+        now_ns = self._clock.monotonic_ns()
+        revision = execution.acquire.revision
+        lane, placement.lane = placement.lane, None
+        if stopped.stop_ms is not None:
+            self._telemetry.stop_time.labels(revision).observe(stopped.stop_ms / 1e3)
+        if stopped.confirmed:
+            placement.replica.free_lane(lane)
+            if pool := self._fleet.pool_of(revision):
+                pool.occupancy.observe(now_ns - placement.lane_taken_ns)
+        else:  # the lane stays taken until the replica is confirmed gone
+            self._telemetry.unconfirmed.labels(revision).inc()
+            self._fleet.condemn(execution.pool, placement.replica.name)
+        self._settler.forget_if_quiet(execution)
+        self._schedule()
+
+    def _ask_to_stop(self, execution: Execution, reason: FinishReason) -> None:
+        """End an execution for a reason of ours: at once while it waits, through its gateway while it runs."""
+        if execution.end_record is not None or execution.stop_asked is not None:
+            return
+        if isinstance(execution.state, Queued):
+            self._end_queued(execution, reason)
+            return
+        execution.stop_asked = reason
+        self._sessions.deliver(execution, StopRequest(execution.acquire.ref, reason))
+
+    # ── lateness ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            if self._journal.late_ns() > ns_from_ms(self._config.store_wait_ms):
+                self._end_what_waits_for_the_store()
+
+    async def _flush_forever(self) -> None:
+        """Beside the tick, which must not wait for the store that it watches."""
+        while True:
+            await asyncio.sleep(_FLUSH_S)
+            await self._rejections.flush()
+
+    def _end_what_waits_for_the_store(self) -> None:
+        """The store is away longer than its bound: end what waits for it, by rule; what is decided lands when it is back."""
+        for execution in self._executions.live:
+            if execution.end_record is None:
+                if not execution.hold_durable:
+                    self._ask_to_stop(execution, FinishReason.LEDGER_UNAVAILABLE)
+                continue
+            if not execution.is_ended and not execution.given_up:
+                self._settler.give_up_completion(execution)
+            self._settler.answer_cancel_queries(execution)
+
+    # ── small ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._tasks is not None
+        self._tasks.create_task(work)
+
+    def _workload(self, execution: Execution) -> WorkloadClass:
+        name = execution.acquire.workload_class
+        return next(row for row in self._snapshot.workload_classes if row.name == name)
+
+
+def _later(acquire: Acquire, elapsed_ms: Millis) -> Acquire:
+    """The same question after it waited: its deadline doesn't move."""
+    return msgspec.structs.replace(
+        acquire,
+        deadline_left_ms=acquire.deadline_left_ms - elapsed_ms,
+        waited_ms=acquire.waited_ms + elapsed_ms,
+    )
+
+
+def _asked(acquire: Acquire) -> Asked:
+    principal = Principal(acquire.tenant, acquire.application, acquire.key, acquire.service_class)
+    return Asked(
+        principal=principal,
+        alias=acquire.alias,
+        revision=acquire.revision,
+        body_digest=acquire.body_digest,
+        input_tokens=acquire.input_tokens,
+        input_bytes=acquire.input_bytes,
+        max_output_tokens=acquire.max_output_tokens,
+        choices=acquire.choices,
+        deadline_ms=acquire.deadline_left_ms,
+    )

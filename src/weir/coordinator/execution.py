@@ -1,0 +1,146 @@
+"""The coordinator's entry for one execution: where it is in its life, what it holds, and what it ended as.
+
+Only the coordinator and its settler change it. It turns itself into the public record that look-ups, conflicts and endings
+show.
+"""
+
+from asyncio import TimerHandle
+from dataclasses import dataclass, field
+
+import msgspec
+
+from weir.core.admission import Admit, Bound
+from weir.core.endings import FinishReason, ending
+from weir.core.ledger.records import EndRecord, ExecutionId, SettleRecord, Timing
+from weir.core.ledger.reservation import Reservation
+from weir.core.request import Admitted, Ended, RequestState, is_terminal, public_status
+from weir.core.routing.replica import Replica
+from weir.messages import Acquire, GenerationRecord
+from weir.units import Nanos, Tokens
+
+
+@dataclass(slots=True)
+class Placement:
+    """Where the running attempt is. lane: None once it was given back. lane_taken_ns: when it was taken."""
+
+    replica: Replica
+    lane: int | None
+    attempt: int
+    lane_taken_ns: Nanos
+
+
+@dataclass(slots=True)
+class Execution:
+    """One admitted run of a request id. session: name of the gateway session that carries it.
+
+    end_record: set once, when the end is decided. given_up: its answer was dropped because the store was away.
+    """
+
+    id: ExecutionId
+    acquire: Acquire
+    admit: Admit
+    session: str
+    pool: str
+    arrived_ns: Nanos
+    deadline_ns: Nanos
+    state: RequestState
+    reservation: Reservation
+    hold_durable: bool = False
+    delivered_max: Tokens = 0
+    placement: Placement | None = None
+    timer: TimerHandle | None = None
+    stop_asked: FinishReason | None = None
+    end_record: EndRecord | None = None
+    end_durable: bool = False
+    given_up: bool = False
+    cancel_queries: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether its terminal status is decided."""
+        return is_terminal(self.state)
+
+    @property
+    def holds_lane(self) -> bool:
+        """Whether an engine may still run something for it."""
+        return self.placement is not None and self.placement.lane is not None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """(tenant, request id)."""
+        return self.id.tenant, self.id.request_id
+
+    def waited_ms(self, now_ns: Nanos) -> float:
+        """Milliseconds since the request was read."""
+        return (now_ns - self.arrived_ns) / 1e6
+
+    def cancel_timer(self) -> None:
+        """Stop watching the wait in the queue."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def public(self) -> GenerationRecord:
+        """What the tenant may see of it now."""
+        if self.is_ended and self.end_record is not None:
+            return shown_as(self, self.end_record, posted=self.end_durable)
+        return _identity(self)
+
+    def bound(self) -> Bound:
+        """What a second request with this id meets."""
+        settled = self.end_record if self.is_ended and isinstance(self.end_record, SettleRecord) else None
+        return Bound(
+            execution=self.id.execution,
+            body_digest=self.acquire.body_digest,
+            status=_identity(self).status,
+            delivered_tokens=settled.delivered_tokens if settled else 0,
+            cost_microusd=settled.cost_microusd if settled else 0,
+        )
+
+
+def _identity(execution: Execution) -> GenerationRecord:
+    state = execution.state
+    assert isinstance(state, Admitted | Ended)
+    return GenerationRecord(
+        generation_id=execution.acquire.generation_id,
+        request_id=execution.id.request_id,
+        execution=execution.id.execution,
+        alias=execution.acquire.alias,
+        revision=execution.acquire.revision,
+        status=public_status(state),
+    )
+
+
+def shown_as(execution: Execution, end: EndRecord, *, posted: bool) -> GenerationRecord:
+    """The public record with the ledger's end record in it."""
+    shown = msgspec.structs.replace(
+        _identity(execution),
+        status=end.status,
+        finish_reason=end.finish_reason,
+        posted=posted,
+        timing=end.timing,
+        error_code=end.error_code,
+        error_detail=end.error_detail,
+    )
+    if not isinstance(end, SettleRecord):
+        return shown
+    return msgspec.structs.replace(
+        shown,
+        input_tokens=end.input_tokens,
+        cached_input_tokens=end.cached_input_tokens,
+        output_tokens=end.output_tokens,
+        cost_microusd=end.cost_microusd,
+        basis=end.basis,
+    )
+
+
+def error_code_of(reason: FinishReason) -> str | None:
+    """The code that an ending shows; None for success."""
+    error = ending(reason).error
+    return error.code if error else None
+
+
+def queue_timing(execution: Execution, now_ns: Nanos) -> Timing:
+    """Timing of an execution that never started."""
+    waited_ms = execution.waited_ms(now_ns)
+    return Timing(queue_ms=waited_ms, total_ms=waited_ms)

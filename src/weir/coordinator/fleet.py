@@ -1,0 +1,154 @@
+"""The fleet as the coordinator sees it: replicas by pool, their addresses, lanes and states.
+
+It holds facts and answers questions. Control's supervisor reports what was launched, answered or gone; the coordinator takes
+and frees lanes. Every change that could let waiting work start, or that gateways must know, is announced to `on_change`.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from weir.core.routing.replica import Replica, ReplicaEvent, ReplicaLimits, ReplicaState
+from weir.core.scheduling.feasibility import LaneOccupancy
+from weir.messages import ReplicaAddress
+from weir.units import Millis
+
+_OCCUPANCY_PRIOR_MS = 2_000.0
+"""Before anything was measured: a short answer at reading speed."""
+
+_START_EXPECTED_MS = 5_000
+"""Retry-After while no replica is ready: a small model loads in seconds."""
+
+
+@dataclass(slots=True)
+class PoolView:
+    """A pool's replicas by name, how long their lanes are occupied, and whether a first request starts one."""
+
+    name: str
+    revision: str
+    occupancy: LaneOccupancy
+    replicas: dict[str, Replica]
+    on_demand: bool
+
+
+class Fleet:
+    """Pools and replicas of a cell. Names of replicas are never reused."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, PoolView] = {}
+        self._pool_of_revision: dict[str, str] = {}
+        self._addresses: dict[str, ReplicaAddress] = {}
+        self.on_change: Callable[[], None] = lambda: None
+        self.on_doubt: Callable[[str], None] = lambda replica: None
+        self.on_condemned: Callable[[str], None] = lambda replica: None
+        self.on_demand: Callable[[str], None] = lambda pool: None
+
+    # ── reported by control ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def add_pool(self, name: str, revision: str, *, on_demand: bool = False) -> None:
+        """A pool that may get replicas. Idempotent."""
+        if name not in self._pools:
+            self._pools[name] = PoolView(name, revision, LaneOccupancy(_OCCUPANCY_PRIOR_MS), {}, on_demand)
+            self._pool_of_revision[revision] = name
+
+    def add(self, name: str, pool: str, concurrency: int) -> None:
+        """A replica is starting."""
+        assert name not in self._pools[pool].replicas
+        self._pools[pool].replicas[name] = Replica(name, pool, ReplicaLimits(concurrency))
+
+    def answered(self, address: ReplicaAddress) -> None:
+        """The replica's warm-up or probe succeeded: it takes work, at this address, with these capabilities."""
+        replica = self._replica(address.pool, address.name)
+        if replica is None or replica.state in (ReplicaState.STOPPED, ReplicaState.FAILED):
+            return
+        known = self._addresses.get(address.name) == address and replica.state is ReplicaState.READY
+        self._addresses[address.name] = address
+        replica.advance(ReplicaEvent.ANSWERED)
+        if not known:
+            self.on_change()
+
+    def doubted(self, pool: str, name: str) -> None:
+        """A probe or a request failed in a way that speaks against the replica: no new work until it answers."""
+        replica = self._replica(pool, name)
+        if replica is None or replica.state in (ReplicaState.STOPPED, ReplicaState.FAILED):
+            return
+        was_ready = replica.state is ReplicaState.READY
+        replica.advance(ReplicaEvent.DOUBTED)
+        if was_ready:
+            self.on_change()
+            self.on_doubt(name)
+
+    def condemn(self, pool: str, name: str) -> None:
+        """The replica did not confirm that it stopped: no new work, and control must replace it before its lanes return."""
+        self.doubted(pool, name)
+        self.on_condemned(name)
+
+    def drain(self, pool: str, name: str) -> None:
+        """No new work; what runs may finish."""
+        replica = self._replica(pool, name)
+        if replica is not None and replica.state in (ReplicaState.READY, ReplicaState.SUSPECT):
+            replica.advance(ReplicaEvent.DRAIN)
+            self.on_change()
+
+    def gone(self, pool: str, name: str) -> None:
+        """The replica's process is confirmed gone, or its address was given up: its lanes are no more."""
+        replica = self._pools[pool].replicas.pop(name, None)
+        if replica is None:
+            return
+        replica.advance(ReplicaEvent.STOP if replica.state is ReplicaState.DRAINING else ReplicaEvent.FAIL)
+        self._addresses.pop(name, None)
+        self.on_change()
+
+    # ── asked by the coordinator ─────────────────────────────────────────────────────────────────────────────────────
+
+    def pool_of(self, revision: str) -> PoolView | None:
+        """The pool that serves a revision."""
+        name = self._pool_of_revision.get(revision)
+        return self._pools[name] if name is not None else None
+
+    def replicas_by_pool(self) -> dict[str, Iterable[Replica]]:
+        """What the scheduler matches with queues."""
+        return {name: pool.replicas.values() for name, pool in self._pools.items()}
+
+    def address_of(self, name: str) -> ReplicaAddress:
+        """Where a ready replica is reached."""
+        return self._addresses[name]
+
+    def known_address(self, name: str) -> ReplicaAddress | None:
+        """A replica's address, once it answered."""
+        return self._addresses.get(name)
+
+    def ready_addresses(self) -> tuple[ReplicaAddress, ...]:
+        """Addresses of all replicas that take work now."""
+        return tuple(
+            self._addresses[replica.name]
+            for pool in self._pools.values()
+            for replica in pool.replicas.values()
+            if replica.state is ReplicaState.READY
+        )
+
+    def lanes(self, pool: PoolView) -> tuple[int, int]:
+        """(lanes of ready replicas, those of them that are free)."""
+        ready = [replica for replica in pool.replicas.values() if replica.state is ReplicaState.READY]
+        return sum(replica.limits.concurrency for replica in ready), sum(replica.free for replica in ready)
+
+    def expected_start_ms(self, pool: PoolView) -> Millis:
+        """When a replica is expected while none is ready; asks for one if the pool is on demand."""
+        if pool.on_demand:
+            self.on_demand(pool.name)
+        return _START_EXPECTED_MS
+
+    def running_in(self, pool: str) -> int:
+        """Lanes taken in one pool."""
+        return sum(replica.running for replica in self._pools[pool].replicas.values())
+
+    @property
+    def pools(self) -> Iterable[PoolView]:
+        """Every pool."""
+        return self._pools.values()
+
+    def running(self) -> int:
+        """Lanes taken in the whole fleet."""
+        return sum(replica.running for pool in self._pools.values() for replica in pool.replicas.values())
+
+    def _replica(self, pool: str, name: str) -> Replica | None:
+        return self._pools[pool].replicas.get(name)

@@ -1,0 +1,161 @@
+"""How an execution's beginning and end become ledger records: what is held, who pays, what it shows. Pure.
+
+The table of endings decides the payer; this module applies it to what a gateway reported, to a settlement that could not be
+written in time, and to what recovery finds after a crash.
+"""
+
+from dataclasses import dataclass
+
+from weir.coordinator.execution import Execution, error_code_of
+from weir.core.endings import FinishReason, ending
+from weir.core.ledger.book import Taken
+from weir.core.ledger.records import BucketTake, EndRecord, HoldRecord, ReleaseRecord, SettleRecord, Timing
+from weir.core.metering import Basis, Charge, Price, Usage, Worst, charge
+from weir.messages import AttemptUsage, Finish
+from weir.ports import StoredExecution
+from weir.units import Millis, Tokens
+
+DETAIL_CHARS_MAX = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """An end with its amounts: what was used, what was delivered, what is charged."""
+
+    reason: FinishReason
+    usage: Usage
+    delivered_tokens: Tokens
+    charge: Charge
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """A record's number and wall-clock time."""
+
+    seq: int
+    at_ms: Millis
+
+
+def hold_record(execution: Execution, stamp: Stamp, taken: Taken) -> HoldRecord:
+    """The beginning of an execution: everything that was taken for it."""
+    asked, admit = execution.acquire, execution.admit
+    return HoldRecord(
+        seq=stamp.seq,
+        at_ms=stamp.at_ms,
+        id=execution.id,
+        generation_id=asked.generation_id,
+        body_digest=asked.body_digest,
+        application=asked.application,
+        key=asked.key,
+        alias=asked.alias,
+        revision=asked.revision,
+        pool=execution.pool,
+        service_class=asked.service_class,
+        workload_class=asked.workload_class,
+        surface=asked.surface,
+        stream=asked.stream,
+        input_tokens=asked.input_tokens,
+        input_basis=asked.input_basis,
+        max_output_tokens=asked.max_output_tokens,
+        choices=asked.choices,
+        price_version=admit.revision.price.version,
+        held_microusd=admit.worst.cost_microusd,
+        windows=taken.windows,
+        takes=taken.takes,
+        deadline_at_ms=stamp.at_ms + asked.deadline_left_ms,
+        gateway_session=execution.session,
+    )
+
+
+def outcome_of(finish: Finish, worst: Worst, price: Price) -> Outcome:
+    """Who pays what for an end that the gateway reported."""
+    usage = sane_usage(finish.usage)
+    delivered = min(max(0, finish.delivered_tokens), worst.output_tokens)
+    return Outcome(finish.reason, usage, delivered, charge(ending(finish.reason), usage, delivered, worst, price))
+
+
+def sane_usage(reported: AttemptUsage | None) -> Usage:
+    """Usage as reported, with what cannot be (negative counts, more cached than input) clamped to what can."""
+    if reported is None:
+        return Usage(0, 0, 0, Basis.ESTIMATED)
+    input_tokens = max(0, reported.input_tokens)
+    cached = min(max(0, reported.cached_input_tokens), input_tokens)
+    return Usage(input_tokens, cached, max(0, reported.output_tokens), reported.basis)
+
+
+def settle_record(
+    execution: Execution, outcome: Outcome, stamp: Stamp, returns: tuple[BucketTake, ...], timing: Timing, detail: str | None
+) -> SettleRecord:
+    """The end of an execution that was dispatched."""
+    placement = execution.placement
+    assert placement is not None
+    return SettleRecord(
+        seq=stamp.seq,
+        at_ms=stamp.at_ms,
+        id=execution.id,
+        attempt=placement.attempt,
+        replica=placement.replica.name,
+        status=ending(outcome.reason).status,
+        finish_reason=outcome.reason,
+        basis=outcome.usage.basis,
+        input_tokens=outcome.usage.input_tokens,
+        cached_input_tokens=outcome.usage.cached_input_tokens,
+        output_tokens=outcome.usage.output_tokens,
+        delivered_tokens=outcome.delivered_tokens,
+        tenant_input_tokens=outcome.charge.tenant_input_tokens,
+        tenant_cached_input_tokens=outcome.charge.tenant_cached_input_tokens,
+        tenant_output_tokens=outcome.charge.tenant_output_tokens,
+        cost_microusd=outcome.charge.cost_microusd,
+        platform_microusd=outcome.charge.platform_microusd,
+        returns=returns,
+        timing=timing,
+        error_code=error_code_of(outcome.reason),
+        error_detail=detail[:DETAIL_CHARS_MAX] if detail else None,
+    )
+
+
+def release_record(
+    execution: Execution, reason: FinishReason, stamp: Stamp, returns: tuple[BucketTake, ...], timing: Timing
+) -> ReleaseRecord:
+    """The end of an execution that was never dispatched."""
+    return ReleaseRecord(
+        seq=stamp.seq,
+        at_ms=stamp.at_ms,
+        id=execution.id,
+        status=ending(reason).status,
+        finish_reason=reason,
+        returns=returns,
+        timing=timing,
+        error_code=error_code_of(reason),
+    )
+
+
+def recovery_record(stored: StoredExecution, price: Price, stamp: Stamp) -> EndRecord:
+    """How a hold without settlement ends after a crash: released if never dispatched, else the platform's, uncertain."""
+    reason = FinishReason.COORDINATOR_LOST
+    rule = ending(reason)
+    if stored.replica is None:
+        return ReleaseRecord(stamp.seq, stamp.at_ms, stored.id, rule.status, reason, (), Timing(), error_code_of(reason))
+    input_tokens = stored.input_tokens_held * stored.choices
+    return SettleRecord(
+        seq=stamp.seq,
+        at_ms=stamp.at_ms,
+        id=stored.id,
+        attempt=stored.attempt,
+        replica=stored.replica,
+        status=rule.status,
+        finish_reason=reason,
+        basis=Basis.UNCERTAIN,
+        input_tokens=input_tokens,
+        cached_input_tokens=0,
+        output_tokens=stored.delivered_max,
+        delivered_tokens=stored.delivered_max,
+        tenant_input_tokens=0,
+        tenant_cached_input_tokens=0,
+        tenant_output_tokens=0,
+        cost_microusd=0,
+        platform_microusd=price.cost(input_tokens, 0, stored.delivered_max),
+        returns=(),
+        timing=Timing(),
+        error_code=error_code_of(reason),
+    )

@@ -1,0 +1,67 @@
+"""Gateway sessions as the coordinator keeps them, and the link of a gateway in the same process."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from weir.coordinator.execution import Execution
+from weir.messages import Down, Up
+from weir.ports import GatewayInbox
+
+
+@dataclass(slots=True)
+class Session:
+    """A gateway's session. by_ref: its requests that have something pending; asking: acquires that wait for the store."""
+
+    name: str
+    inbox: GatewayInbox
+    by_ref: dict[int, Execution] = field(default_factory=dict)
+    asking: set[int] = field(default_factory=set)
+
+
+class Sessions:
+    """Open sessions by name."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Session] = {}
+
+    def open(self, name: str, inbox: GatewayInbox) -> Session:
+        """A new session; names are unique."""
+        assert name not in self._by_name
+        session = self._by_name[name] = Session(name, inbox)
+        return session
+
+    def deliver(self, execution: Execution, message: Down) -> None:
+        """Tell the gateway that carries an execution."""
+        session = self._by_name.get(execution.session)
+        if session is not None:
+            session.inbox.deliver(message)
+
+    def tell(self, name: str, message: Down) -> None:
+        """Tell one gateway, if its session is open."""
+        session = self._by_name.get(name)
+        if session is not None:
+            session.inbox.deliver(message)
+
+    def tell_all(self, message: Down) -> None:
+        """Tell every gateway."""
+        for session in self._by_name.values():
+            session.inbox.deliver(message)
+
+    def forget(self, execution: Execution) -> None:
+        """Nothing of this execution is pending any more."""
+        session = self._by_name.get(execution.session)
+        if session is not None:
+            session.by_ref.pop(execution.acquire.ref, None)
+
+
+class LocalLink:
+    """The coordinator's port for a gateway in the same process: a message is a call."""
+
+    def __init__(self, receive: Callable[[Session, Any], None], session: Session) -> None:
+        self._receive = receive
+        self._session = session
+
+    def send(self, message: Up) -> None:
+        """Hand the message over; answers may arrive before this returns."""
+        self._receive(self._session, message)

@@ -1,0 +1,122 @@
+"""Ends: every way out of an execution posts once, frees what it held, and tells its gateway.
+
+The tenant's concurrency, buckets and budgets settle in memory when the end is decided; the record lands with the next group. An
+answer that is not streamed becomes COMPLETED only once that record is durable; when the store is away for too long the output
+is dropped and the record, if no write has taken it yet, becomes zero for the tenant.
+"""
+
+import asyncio
+from functools import partial
+
+from weir.coordinator.execution import Execution, queue_timing, shown_as
+from weir.coordinator.execution_table import ExecutionTable
+from weir.coordinator.journal import Journal
+from weir.coordinator.ledger_entries import Outcome, Stamp, outcome_of, release_record, settle_record
+from weir.coordinator.sessions import Sessions
+from weir.core.endings import FinishReason, Status, ending
+from weir.core.ledger import reservation
+from weir.core.ledger.book import Book
+from weir.core.ledger.records import EndRecord, SettleRecord, Timing
+from weir.core.metering import NO_CHARGE, Usage, charge
+from weir.core.registry.model import WorkloadClass
+from weir.core.request import End, advance
+from weir.messages import EndBooked, Ended, EndUnbooked, Finish, Found
+from weir.ports import Clock
+from weir.telemetry import Telemetry
+
+
+class Settler:
+    """Ends executions. idle is set while nothing is live."""
+
+    def __init__(
+        self, clock: Clock, book: Book, journal: Journal, executions: ExecutionTable, sessions: Sessions, telemetry: Telemetry
+    ) -> None:
+        self._clock = clock
+        self._book = book
+        self._journal = journal
+        self._executions = executions
+        self._sessions = sessions
+        self._telemetry = telemetry
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def release(self, execution: Execution, reason: FinishReason, workload: WorkloadClass) -> None:
+        """End an execution that was never dispatched; it used nothing."""
+        execution.reservation, first = reservation.release(execution.reservation)
+        assert first
+        now_ns = self._clock.monotonic_ns()
+        returns = self._book.end(execution.id, NO_CHARGE, now_ns)
+        record = release_record(execution, reason, self._stamp(), returns, queue_timing(execution, now_ns))
+        execution.state = advance(execution.state, End(reason))
+        self._append(execution, record, workload)
+
+    def settle(self, execution: Execution, finish: Finish, workload: WorkloadClass) -> None:
+        """Post what the gateway reported of an execution that was dispatched."""
+        placement = execution.placement
+        assert placement is not None
+        now_ns = self._clock.monotonic_ns()
+        outcome = outcome_of(finish, execution.admit.worst, execution.admit.revision.price)
+        execution.reservation, first = reservation.settle(execution.reservation, outcome.charge, outcome.usage.basis)
+        assert first
+        if outcome.charge.clamped:
+            self._telemetry.clamped.labels(execution.acquire.revision).inc()
+        returns = self._book.end(execution.id, outcome.charge, now_ns)
+        queue_ms = execution.waited_ms(placement.lane_taken_ns)
+        timing = Timing(queue_ms, finish.ttft_ms, finish.tpot_ms, execution.waited_ms(now_ns))
+        record = settle_record(execution, outcome, self._stamp(), returns, timing, finish.error_detail)
+        if execution.acquire.stream or record.status is not Status.COMPLETED:
+            execution.state = advance(execution.state, End(outcome.reason))
+        self._append(execution, record, workload)
+
+    def _append(self, execution: Execution, record: EndRecord, workload: WorkloadClass) -> None:
+        execution.end_record = record
+        self._journal.append(record, partial(self._is_durable, execution))
+        self._telemetry.ended(workload, execution.acquire.revision, record)
+        self._sessions.deliver(execution, Ended(execution.acquire.ref, shown_as(execution, record, posted=False)))
+
+    def _is_durable(self, execution: Execution) -> None:
+        record = execution.end_record
+        assert record is not None
+        if not execution.is_ended:
+            execution.state = advance(execution.state, End(record.finish_reason))
+        execution.end_durable = True
+        self._sessions.deliver(execution, EndBooked(execution.acquire.ref, execution.public()))
+        self.answer_cancel_queries(execution)
+        self.forget_if_quiet(execution)
+
+    def forget_if_quiet(self, execution: Execution) -> None:
+        """Let go of an execution once its end is durable and its engine stopped."""
+        if not execution.end_durable or execution.holds_lane:
+            return
+        self._sessions.forget(execution)
+        self._executions.end(execution)
+        if not self._executions.live_count:
+            self.idle.set()
+
+    def answer_cancel_queries(self, execution: Execution) -> None:
+        """Answer whoever cancelled it by id and waits for its terminal status; without one, the store could not be asked."""
+        for session, query in execution.cancel_queries:
+            answer = Found(query, execution.public()) if execution.is_ended else Found(query, None, unavailable=True)
+            self._sessions.tell(session, answer)
+        execution.cancel_queries.clear()
+
+    def give_up_completion(self, execution: Execution) -> None:
+        """A whole answer whose settlement is late: drop the output; a settlement that no write has taken becomes zero."""
+        record = execution.end_record
+        assert isinstance(record, SettleRecord)
+        reason = FinishReason.LEDGER_UNAVAILABLE
+        usage = Usage(record.input_tokens, record.cached_input_tokens, record.output_tokens, record.basis)
+        due = charge(ending(reason), usage, 0, execution.admit.worst, execution.admit.revision.price)
+        outcome = Outcome(reason, usage, 0, due)
+        stamp = Stamp(record.seq, record.at_ms)
+        instead = settle_record(execution, outcome, stamp, record.returns, record.timing, None)
+        if self._journal.withdraw(record.seq, instead, partial(self._is_durable, execution)):
+            tokens = record.tenant_input_tokens + record.tenant_output_tokens
+            self._book.forgive(execution.admit.scopes, record.cost_microusd, tokens)
+            execution.end_record = instead
+            execution.state = advance(execution.state, End(reason))
+        execution.given_up = True
+        self._sessions.deliver(execution, EndUnbooked(execution.acquire.ref, shown_as(execution, instead, posted=False)))
+
+    def _stamp(self) -> Stamp:
+        return Stamp(self._journal.next_seq(), self._clock.wall_ms())

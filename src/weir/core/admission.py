@@ -1,0 +1,135 @@
+"""The one admission step: every check in order, the first failure is the answer, nothing is taken until all pass.
+
+    entitlement and revision → idempotency → limits → queue bounds → capacity and feasibility
+
+(Authentication, input and context were checked by the gateway, which alone sees the prompt.) The decision is a value; the
+coordinator takes buckets, concurrency, hold and queue place in the same synchronous step.
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from weir import errors
+from weir.core.endings import Status
+from weir.core.ledger.book import Book
+from weir.core.metering import Worst, worst_case
+from weir.core.registry.model import Revision
+from weir.core.registry.snapshot import Snapshot
+from weir.core.tenancy import Principal, Scopes, scopes_of
+from weir.units import Bytes, Millis, Nanos, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a gateway asks a grant for. input_tokens and max_output_tokens are per choice; deadline_ms: time left."""
+
+    principal: Principal
+    alias: str
+    revision: str
+    body_digest: bytes
+    input_tokens: Tokens
+    input_bytes: Bytes
+    max_output_tokens: Tokens
+    choices: int
+    deadline_ms: Millis
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The latest execution under this request id. generation: its public record, for the answer of a conflict."""
+
+    execution: int
+    body_digest: bytes
+    status: Status
+    delivered_tokens: Tokens
+    cost_microusd: int
+    forgotten: bool = False  # it ended so long ago that its id is free again
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self.status in (Status.QUEUED, Status.RUNNING)
+
+    @property
+    def may_run_again(self) -> bool:
+        """It ended, did not complete, delivered nothing and cost the tenant nothing."""
+        return not self.is_running and self.status is not Status.COMPLETED and not (self.delivered_tokens or self.cost_microusd)
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """The scheduling domain as a newcomer meets it. lanes: of ready replicas; queue_refusal: the queue's own answer.
+
+    no_capacity_retry_ms: when a replica is expected, used while lanes is 0.
+    """
+
+    lanes: int
+    queue_refusal: errors.WeirError | None
+    predicted_wait_ms: Millis
+    wait_ms_max: Millis
+    no_capacity_retry_ms: Millis
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Take all of this now. execution: 1, or one above the bound one that may run again."""
+
+    execution: int
+    revision: Revision
+    scopes: Scopes
+    worst: Worst
+
+
+Decision: TypeAlias = Admit | errors.WeirError
+
+
+def decide(asked: Asked, snapshot: Snapshot, bound: Bound | None, book: Book, door: Door, now_ns: Nanos) -> Decision:
+    """Admit, or the first refusal. Changes nothing."""
+    try:
+        snapshot.check_standing(asked.principal)
+        snapshot.resolve(asked.principal, asked.alias)
+    except errors.WeirError as not_entitled:
+        return not_entitled
+    revision = snapshot.revisions.get(asked.revision)
+    if revision is None or revision.revoked:
+        return errors.UnknownAlias("The revision behind this alias is not live any more.")
+    if bound is not None and (refusal := idempotency_refusal(asked.body_digest, bound)) is not None:
+        return refusal
+    scopes = scopes_of(asked.principal.tenant, asked.principal.application, asked.principal.key, asked.alias)
+    worst = worst_case(revision.price, asked.input_tokens, asked.max_output_tokens, asked.choices)
+    refused = book.check(scopes, worst, now_ns) or door_refusal(door, asked.deadline_ms)
+    return refused or Admit(bound.execution + 1 if bound else 1, revision, scopes, worst)
+
+
+def idempotency_refusal(body_digest: bytes, bound: Bound) -> errors.WeirError | None:
+    """What a bound request id answers, or None if the id may run again."""
+    if bound.forgotten:
+        return None
+    if bound.body_digest != body_digest:
+        return errors.RequestIdReused("This request id was used with another body.")
+    if bound.is_running:
+        return errors.RequestInFlight("A request with this id is running.", retry_after_ms=1_000)
+    if bound.may_run_again:
+        return None
+    return errors.OutputNotRetained("A request with this id has ended and its output was not kept.")
+
+
+def door_refusal(door: Door, deadline_ms: Millis) -> errors.WeirError | None:
+    """Queue bounds, then capacity, then the predicted wait against its bound and the deadline."""
+    if door.queue_refusal is not None:
+        return door.queue_refusal
+    if door.lanes == 0:
+        return errors.NoCapacity("No replica of this model is ready.", retry_after_ms=door.no_capacity_retry_ms)
+    wait_ms = door.predicted_wait_ms
+    if wait_ms > door.wait_ms_max:
+        return errors.QueueWaitExceeded(
+            f"The predicted wait of {wait_ms} ms is above the bound of {door.wait_ms_max} ms.",
+            retry_after_ms=wait_ms - door.wait_ms_max,
+        )
+    if wait_ms >= deadline_ms:
+        return errors.DeadlineUnmeetableNow(
+            f"The request would start in {wait_ms} ms and must end in {max(0, deadline_ms)} ms.",
+            members={"predicted_ms": wait_ms, "deadline_ms": max(0, deadline_ms)},
+            retry_after_ms=wait_ms - deadline_ms + 1,
+        )
+    return None

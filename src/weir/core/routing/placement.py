@@ -1,0 +1,11 @@
+"""Which replica takes a request: filter by capacity, then the least loaded, ties by name so that a decision repeats."""
+
+from collections.abc import Iterable
+
+from weir.core.routing.replica import Replica
+
+
+def place(replicas: Iterable[Replica]) -> Replica | None:
+    """The ready replica with the smallest share of its lanes taken, or None when none has a free lane."""
+    with_room = (replica for replica in replicas if replica.free > 0)
+    return min(with_room, key=lambda replica: (replica.running / replica.limits.concurrency, replica.name), default=None)

@@ -1,0 +1,185 @@
+"""Starts engine processes on this machine, and ends them.
+
+It decides how a replica's process is started, when it listens and how it stops; it never talks to the engine in it. A child
+gets its spec as the first line of its standard input and ends when that pipe closes, so it does not outlive us however we end.
+It has a session of its own, so that an interrupt from the terminal reaches it only through us, and none of our secrets.
+"""
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+import weir
+from weir import errors
+from weir.core.registry.model import EngineKind, Pool, Revision
+from weir.engines.llamacpp_child import ChildSpec
+from weir.engines.simulated_api import ServerSpec
+from weir.ports import ReplicaProcess
+from weir.units import Bytes, Millis
+
+START_MS = 120_000
+ERROR_TAIL_BYTES: Bytes = 4_096
+_KILLED_WAIT_MS = 5_000
+_API_KEY_BYTES = 32
+
+
+class _Listening(msgspec.Struct):
+    url: str
+
+
+class LocalProcess:
+    """A child process with an engine in it."""
+
+    def __init__(self, process: Process, api_key: str) -> None:
+        self._process = process
+        self._api_key = api_key
+        self._url = ""
+        self._error_tail = b""
+        self._supervision = asyncio.get_running_loop().create_task(self._supervise())
+
+    @property
+    def url(self) -> str:
+        """Base URL, known once the process listens."""
+        return self._url
+
+    @property
+    def api_key(self) -> str | None:
+        """The random key of this process."""
+        return self._api_key
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """The exit status, negative for a signal, once it exited for whatever reason."""
+        return await asyncio.shield(self._supervision)
+
+    async def stop(self, grace_ms: Millis) -> None:
+        """Close its input and send SIGTERM, then kill it after the grace; returns when it is gone. Idempotent."""
+        self._close_input()
+        self._signal(signal.SIGTERM)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_ms / 1_000):
+                await self.wait()
+                return
+        self._signal(signal.SIGKILL)
+        await self.wait()
+
+    async def wait_listening(self, spec: bytes) -> None:
+        """Hand over the spec and wait for the URL. Raises EngineError with the end of what the child complained of."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        with suppress(ConnectionError):  # an exit before the spec was read shows as the end of its output
+            stdin.write(spec + b"\n")
+            await stdin.drain()
+        try:
+            self._url = msgspec.json.decode(await stdout.readline(), type=_Listening).url
+        except (msgspec.MsgspecError, ValueError):
+            status = await self.wait()
+            tail = self._error_tail.decode(errors="replace").strip()
+            raise errors.EngineError(f"The engine process exited with status {status} before it listened: {tail}") from None
+
+    async def _supervise(self) -> int:
+        """Keep the end of its errors until it exits, and release its pipes."""
+        stderr = self._process.stderr
+        assert stderr is not None
+        while piece := await stderr.read(ERROR_TAIL_BYTES):
+            self._error_tail = (self._error_tail + piece)[-ERROR_TAIL_BYTES:]
+        status = await self._process.wait()
+        self._close_input()
+        return status
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Signal it unless it ended. Not by the process object, which would reap it and lose its exit status."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+    def _close_input(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+
+class LocalLauncher:
+    """Starts llama.cpp and simulated replicas as children of this process.
+
+    threads: of each llama.cpp process, None for every core. environment: variables that children need beside PATH.
+    """
+
+    def __init__(
+        self, *, threads: int | None = None, start_ms: Millis = START_MS, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._threads = threads or os.cpu_count() or 1
+        self._start_ms = start_ms
+        self._environment = {
+            "PATH": os.defpath,
+            "PYTHONPATH": str(Path(weir.__file__).parents[1]),
+            # Threads that spin on busy cores cost a hundred times the work; read once, before Python starts.
+            "GOMP_SPINCOUNT": "2000",
+            **(environment or {}),
+        }
+
+    async def launch(self, revision: Revision, pool: Pool) -> ReplicaProcess:
+        """Start one replica and wait until it listens. Raises EngineError with the reason when it does not."""
+        api_key = secrets.token_hex(_API_KEY_BYTES)
+        module, spec = self._program(revision, pool, api_key)
+        process = LocalProcess(await self._spawn(module), api_key)
+        try:
+            async with asyncio.timeout(self._start_ms / 1_000):
+                await process.wait_listening(msgspec.json.encode(spec))
+        except TimeoutError:
+            await process.stop(0)
+            raise errors.EngineError(f"The engine process did not listen within {self._start_ms} ms.") from None
+        except BaseException:
+            await process.stop(0)
+            raise
+        return process
+
+    def _program(self, revision: Revision, pool: Pool, api_key: str) -> tuple[str, ChildSpec | ServerSpec]:
+        """The module that serves a revision, and what it is told. Raises EngineError for an engine without a process."""
+        match revision.engine:
+            case EngineKind.LLAMACPP:
+                return "weir.engines.llamacpp_child", ChildSpec(
+                    model=revision.artifact,
+                    alias=revision.id,
+                    slots=pool.concurrency,
+                    context_tokens=revision.context_tokens,
+                    threads=self._threads,
+                    api_key=api_key,
+                )
+            case EngineKind.SIMULATED:
+                return "weir.engines.simulated_server", ServerSpec(
+                    model=revision.id,
+                    row=revision.artifact,
+                    context_tokens=revision.context_tokens,
+                    concurrency=pool.concurrency,
+                    api_key=api_key,
+                )
+            case EngineKind.OPENAI:
+                raise errors.EngineError("An engine behind a URL is not started by the platform.")
+
+    async def _spawn(self, module: str) -> Process:
+        try:
+            return await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                module,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=PIPE,
+                close_fds=True,
+                start_new_session=True,
+                env=self._environment,
+            )
+        except OSError as error:
+            raise errors.EngineError(f"The engine process cannot be started: {error.strerror}.") from None

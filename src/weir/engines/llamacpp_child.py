@@ -1,0 +1,107 @@
+"""The process of one llama.cpp replica: `python -m weir.engines.llamacpp_child`.
+
+It reads one JSON line (`ChildSpec`) from standard input, loads the model, and writes {"url": ...} as one JSON line once it
+listens. It exits at the end of its standard input, so that it never outlives its parent, also while it loads, or at SIGTERM,
+in both cases at once. It logs errors only: no line with a prompt.
+"""
+
+import fcntl
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import msgspec
+
+SPEC_BYTES_MAX = 64 * 1024
+_HTTP_THREADS_BESIDE_SLOTS = 8  # counts, probes, confirmations of stops, and kept connections
+_BATCH_TOKENS = 256  # a cancel is noticed between batches, and other slots decode between them
+_ERRORS_ONLY = 1
+
+
+class ChildSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to serve. model: path of a GGUF file; context_tokens: per slot; slot_directory: where slots may be saved, or ""."""
+
+    model: str
+    alias: str
+    slots: int
+    context_tokens: int
+    threads: int
+    api_key: str
+    slot_directory: str = ""
+
+
+def serve(spec: ChildSpec) -> Any:
+    """Load the model and serve it in threads of its own, for as long as the server returned is kept. Raises RuntimeError."""
+    import xllamacpp  # takes a second, and only this process may load it
+
+    params = xllamacpp.CommonParams()
+    params.model.path = spec.model
+    params.model_alias = {spec.alias}
+    params.n_parallel = spec.slots
+    params.n_ctx = spec.context_tokens * spec.slots
+    params.n_batch = params.n_ubatch = _BATCH_TOKENS
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = spec.threads
+    params.n_threads_http = spec.slots + _HTTP_THREADS_BESIDE_SLOTS
+    params.hostnames = ["127.0.0.1"]
+    params.port = 0
+    params.api_keys = [spec.api_key]
+    params.endpoint_metrics = params.endpoint_slots = True
+    params.slot_save_path = spec.slot_directory
+    params.cache_prompt = False
+    params.cache_ram_mib = 0
+    params.ui = False
+    params.reasoning_format = xllamacpp.common_reasoning_format.COMMON_REASONING_FORMAT_NONE
+    params.verbosity = _ERRORS_ONLY
+    return xllamacpp.Server(params)
+
+
+def _exit_at_end_of_input() -> None:
+    while os.read(0, 4_096):
+        pass
+    os._exit(0)
+
+
+def _end_with_input() -> None:
+    """Let the kernel end this process when its input ends: no thread of Python's runs while native code loads a model."""
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def main() -> int:
+    """Serve until the process is told to exit; 2 for a spec that makes no sense, 1 when the model cannot be served."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    answer = os.dup(1)
+    os.dup2(2, 1)  # what native code prints goes with the errors
+    try:
+        spec = msgspec.json.decode(_first_line(), type=ChildSpec)
+    except msgspec.MsgspecError as error:
+        sys.stderr.write(f"llama.cpp child: {error}\n")
+        return 2
+    _end_with_input()
+    waiter = threading.Thread(target=_exit_at_end_of_input, daemon=True)  # for an end before now
+    waiter.start()
+    try:
+        server = serve(spec)
+    except RuntimeError as error:
+        sys.stderr.write(f"llama.cpp child: {error}\n")
+        return 1
+    os.write(answer, msgspec.json.encode({"url": server.listening_address}) + b"\n")
+    os.close(answer)
+    waiter.join()
+    return 0
+
+
+def _first_line() -> bytes:
+    """The first line of standard input, read without a buffer, so that the waiter sees all that follows."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < SPEC_BYTES_MAX and (byte := os.read(0, 1)):
+        line += byte
+    return line
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    os._exit(main())

@@ -1,0 +1,137 @@
+"""Any OpenAI-compatible server behind a URL: vLLM, a hosted API, the simulated server.
+
+It decides which fields such a server is sent and what it can do; what its stream means is `openai_stream`'s. A server that has
+nothing beside completions works: without /health, /v1/models, /tokenize or /version it merely has no capabilities. A probe
+never generates anything: it runs often, and a hosted API costs money.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from weir import errors
+from weir.core.registry.model import EngineKind
+from weir.core.request import Message
+from weir.engines.http_client import HttpClient
+from weir.engines.http_exchange import HttpRequest, HttpResponse
+from weir.engines.openai_stream import IDLE_MS, StreamedRun, generation_request, messages_of
+from weir.messages import ReplicaAddress
+from weir.ports import EngineCall, EngineRun, EngineSink
+from weir.units import Millis, Tokens
+
+COUNT_MS = 250
+COUNTS_AT_ONCE = 4
+PROBE_MS = 2_000
+
+
+class ControlCalls:
+    """Small calls beside the streams: probes within probe_ms each, counts within COUNT_MS and COUNTS_AT_ONCE per replica."""
+
+    def __init__(self, client: HttpClient, probe_ms: Millis = PROBE_MS) -> None:
+        self._client = client
+        self._probe_ms = probe_ms
+        self._gates: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    async def call(self, replica: ReplicaAddress, method: str, path: str, body: Any = None) -> HttpResponse:
+        """One call. Raises ReplicaLost, Stalled or EngineError."""
+        encoded = b"" if body is None else msgspec.json.encode(body)
+        request = HttpRequest(method, replica.url, path, encoded, replica.api_key)
+        return await self._client.request(request, timeout_ms=self._probe_ms)
+
+    async def check_health(self, replica: ReplicaAddress) -> None:
+        """Raises EngineFault unless the replica is healthy; a server without /health passes."""
+        status = (await self.call(replica, "GET", "/health")).status
+        if status >= 500 and status != 501:
+            raise errors.EngineError(f"The replica is not ready: /health answers {status}.")
+
+    async def count(self, replica: ReplicaAddress, ask: Callable[[], Awaitable[Tokens | None]]) -> Tokens | None:
+        """What `ask` answers, None when it fails or takes too long, its wait for a turn included."""
+        gate = self._gates.get(replica.url)
+        if gate is None:
+            gate = self._gates[replica.url] = asyncio.Semaphore(COUNTS_AT_ONCE)
+        try:
+            async with asyncio.timeout(COUNT_MS / 1_000), gate:
+                return await ask()
+        except (TimeoutError, errors.EngineFault):
+            return None
+
+
+def json_object(response: HttpResponse) -> dict[str, Any]:
+    """A successful answer's JSON object; empty when it is anything else."""
+    try:
+        content = msgspec.json.decode(response.body) if response.status == 200 else None
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        content = None
+    return content if isinstance(content, dict) else {}
+
+
+def whole_number(value: Any) -> int | None:
+    """A JSON integer ≥ 1, else None."""
+    return value if type(value) is int and value >= 1 else None
+
+
+class OpenAICompatibleEngine:
+    """Client of OpenAI-compatible servers. idle_ms: bound of silence of a stream, before its first byte and after."""
+
+    def __init__(self, *, idle_ms: Millis = IDLE_MS, connect_ms: Millis = 2_000, probe_ms: Millis = PROBE_MS) -> None:
+        self._client = HttpClient(connect_ms=connect_ms)
+        self._control = ControlCalls(self._client, probe_ms)
+        self._idle_ms = idle_ms
+
+    def start(self, call: EngineCall, sink: EngineSink) -> EngineRun:
+        """Begin a streamed generation. The aborted connection is the confirmation of a cancel."""
+        extra: dict[str, Any] = {}
+        if call.replica.continuous_usage:
+            extra["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        if call.replica.cache_salt and call.cache_salt:
+            extra["cache_salt"] = call.cache_salt
+        return StreamedRun(sink, self._idle_ms).begin(self._client, generation_request(call, extra))
+
+    async def count_input(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
+        """Exact input tokens by vLLM's /tokenize, with the chat template where chat; None when it cannot say in time."""
+        return await self._control.count(replica, lambda: self._tokenize(replica, prompt, chat))
+
+    async def probe(self, replica: ReplicaAddress) -> ReplicaAddress:
+        """Health, model and capabilities. Raises EngineFault, also where an approved model is not served.
+
+        vLLM is recognised by /version and by whom it names as its models' owner. Either is enough to ask for usage on every
+        chunk, which is harmless elsewhere. A salted prefix cache takes both: believed wrongly, tenants would share a cache.
+        """
+        await self._control.check_health(replica)
+        models = json_object(await self._control.call(replica, "GET", "/v1/models")).get("data")
+        cards = [card for card in models if isinstance(card, dict)] if isinstance(models, list) else []
+        card = _card_for(replica, cards)
+        found = msgspec.structs.replace(
+            replica,
+            model=str(card.get("id", replica.model)),
+            context_tokens=whole_number(card.get("max_model_len")) or replica.context_tokens,
+        )
+        version = json_object(await self._control.call(found, "GET", "/version")).get("version")
+        has_version, owned_by_vllm = isinstance(version, str), card.get("owned_by") == "vllm"
+        return msgspec.structs.replace(
+            found,
+            counts_tokens=await self._tokenize(found, "a", chat=False) is not None,
+            continuous_usage=has_version or owned_by_vllm,
+            cache_salt=has_version and owned_by_vllm,
+        )
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        await self._client.aclose()
+
+    async def _tokenize(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
+        """The count that /tokenize gives. Raises EngineFault when it does not answer."""
+        text = {"messages": messages_of(prompt)} if chat else {"prompt": prompt}
+        answer = await self._control.call(replica, "POST", "/tokenize", {"model": replica.model, **text})
+        return whole_number(json_object(answer).get("count"))
+
+
+def _card_for(replica: ReplicaAddress, cards: list[dict[str, Any]]) -> dict[str, Any]:
+    """The listed model that a replica is to serve: the one it names, else the first; empty when nothing is listed."""
+    named = next((card for card in cards if card.get("id") == replica.model), None)
+    if named is None and cards and replica.model and replica.engine is EngineKind.OPENAI:
+        raise errors.EngineError("The replica does not serve the approved model.")
+    return named or (cards[0] if cards else {})

@@ -1,0 +1,332 @@
+"""The stream of an OpenAI-shaped engine as deltas and one end: the upper half of the relay, shared by all real engines.
+
+It decides what a chunk means and how a run ended; it never decides what is delivered, booked or tried again. All deltas of one
+read go to the sink in one call. Text of prompts and outputs never enters a fault's detail: an engine's own message is dropped,
+and only its type and its numbers are kept.
+"""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+import msgspec
+
+from weir import errors
+from weir.core.endings import FinishReason
+from weir.core.request import Message
+from weir.core.sse import SseDecoder
+from weir.engines.http_client import Exchange, HttpClient
+from weir.engines.http_exchange import HttpRequest
+from weir.ports import Delta, EngineCall, EngineEnd, EngineSink, EngineUsage
+from weir.units import Millis, Tokens
+
+IDLE_MS = 30_000  # the bound of silence before the first byte and between chunks
+REFUSAL_BYTES_MAX = 64 * 1024
+_DONE = b"[DONE]"
+_NOT_THE_REQUESTS_FAULT = frozenset({401, 403, 404, 405, 408, 429})
+_SAFE_WORD = re.compile(r"[A-Za-z_]{1,64}")
+_REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "tool_calls": FinishReason.TOOL_CALLS,
+    "function_call": FinishReason.TOOL_CALLS,
+    "content_filter": FinishReason.CONTENT_FILTER,
+}
+_NO_REASON = ("", "none", "null")  # what some servers write where OpenAI has null
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+ConfirmStop = Callable[[bool], Awaitable[None]]
+"""Waits until an engine runs nothing for a call whose connection was cut. The argument: whether output had arrived."""
+
+
+class _Text(msgspec.Struct, gc=False):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Text | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _PromptDetails(msgspec.Struct, gc=False):
+    cached_tokens: _Count | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _Count = 0
+    completion_tokens: _Count = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Timings(msgspec.Struct, gc=False):
+    predicted_n: _Count | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    timings: _Timings | None = None
+    error: Any = None
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+
+
+def generation_request(call: EngineCall, extra: dict[str, Any]) -> HttpRequest:
+    """A call as a streamed chat or plain completion. extra: the engine's own fields; of the caller nothing else is sent."""
+    sampling = call.sampling
+    body: dict[str, Any] = {
+        "model": call.replica.model,
+        **({"messages": messages_of(call.prompt)} if call.chat else {"prompt": call.prompt}),
+        "max_tokens": call.max_output_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "stop": sampling.stop or None,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        **extra,
+    }
+    encoded = msgspec.json.encode({name: value for name, value in body.items() if value is not None})
+    path = "/v1/chat/completions" if call.chat else "/v1/completions"
+    return HttpRequest("POST", call.replica.url, path, encoded, call.replica.api_key)
+
+
+def messages_of(prompt: str | tuple[Message, ...]) -> list[dict[str, str]]:
+    """A prompt as OpenAI's messages; one string is one user message."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return [{"role": turn.role, "content": turn.content} for turn in prompt]
+
+
+class StreamedRun:
+    """One generation over one exchange: an EngineRun, and the receiver of its response.
+
+    idle_ms: bound of silence, not counted while paused. confirm: how the engine confirms that a cut call runs no longer; None
+    where the closed connection is the confirmation.
+    """
+
+    def __init__(self, sink: EngineSink, idle_ms: Millis, confirm: ConfirmStop | None = None) -> None:
+        self._sink = sink
+        self._confirm = confirm
+        self._idle_s = idle_ms / 1_000
+        self._decoder = SseDecoder()
+        self._status = 0
+        self._refusal = b""
+        self._reason: FinishReason | None = None
+        self._usage: _Usage | None = None
+        self._tokens_seen: Tokens | None = None
+        self._without_reason = False
+        self._had_output = False
+        self._paused = False
+        self._needs_confirmation = False
+        self._over = asyncio.Event()
+
+    def begin(self, client: HttpClient, request: HttpRequest) -> "StreamedRun":
+        """Send the request; itself. Never raises."""
+        self._loop = asyncio.get_running_loop()
+        self._heard_at = self._loop.time()
+        self._watch = self._loop.call_later(self._idle_s, self._check_silence)
+        self._exchange: Exchange = client.open(request, self)
+        return self
+
+    # ── EngineRun ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def pause(self) -> None:
+        """Stop reading from the engine; idempotent."""
+        self._paused = True
+        self._exchange.pause()
+
+    def resume(self) -> None:
+        """Read again; idempotent. The bound of silence starts anew."""
+        self._paused = False
+        self._heard_at = self._loop.time()
+        self._exchange.resume()
+
+    def cancel(self) -> None:
+        """Cut the connection; idempotent, also after the end. No sink call follows."""
+        if not self._over.is_set():
+            self._close(needs_confirmation=True)
+
+    async def stopped(self) -> None:
+        """Returns once the engine runs nothing for this call. Raises ReplicaLost when the engine cannot confirm that."""
+        await self._over.wait()
+        if not self._needs_confirmation:
+            return
+        await self._exchange.wait_closed()
+        if self._confirm is not None and self._exchange.sent:
+            await self._confirm(self._had_output)
+
+    # ── ResponseReceiver ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
+        """The answer began."""
+        self._status = status
+        self._heard_at = self._loop.time()
+
+    def on_body(self, data: bytes) -> None:
+        """Bytes of the stream, or of a refusal."""
+        if self._over.is_set():
+            return
+        if self._status != 200:
+            self._refusal = (self._refusal + data)[:REFUSAL_BYTES_MAX]
+            return
+        deltas: list[Delta] = []
+        fault: errors.EngineFault | None = None
+        done = False
+        try:
+            done = self._read(self._decoder.feed(data), deltas)
+        except errors.EngineFault as error:
+            fault = error
+        if deltas:
+            self._had_output = True
+            self._sink.on_deltas(deltas)
+        if self._over.is_set():  # the sink may have cancelled
+            return
+        if fault is not None:
+            self._fail(fault)
+        elif done:
+            self._finish(at_mark=True)
+
+    def on_complete(self) -> None:
+        """The response ended by the engine's will."""
+        self._watch.cancel()
+        if not self._over.is_set():
+            if self._status == 200:
+                self._finish()
+            else:
+                self._fail(_refusal(self._status, self._refusal), runs=False)
+
+    def on_lost(self, fault: errors.EngineFault) -> None:
+        """The connection is gone. A reply that is complete with its usage stays complete."""
+        self._watch.cancel()
+        if not self._over.is_set():
+            if self._reason is not None and self._usage is not None:
+                self._finish()
+            else:
+                self._fail(fault)
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _read(self, payloads: list[bytes], deltas: list[Delta]) -> bool:
+        """Append what the chunks say; True at the end mark. Raises EngineFault where they are no chunks or say so."""
+        if payloads:
+            self._heard_at = self._loop.time()
+        seen = self._tokens_seen
+        for payload in payloads:
+            if payload == _DONE:
+                return True
+            try:
+                chunk = _decode_chunk(payload)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                raise errors.EngineError("The engine sent a chunk that cannot be read.") from None
+            if chunk.error is not None:
+                raise _fault_of(chunk.error)
+            text = self._text_of(chunk.choices[0]) if chunk.choices else ""
+            tokens = self._count_of(chunk)
+            if tokens is not None and (seen is None or tokens > seen):
+                if tokens or text:
+                    deltas.append(Delta(text, tokens))
+                self._tokens_seen = seen = tokens
+            elif text:
+                deltas.append(Delta(text, seen if tokens is not None else None))
+        return False
+
+    def _text_of(self, choice: _Choice) -> str:
+        """A choice's text; its finish reason is noted. Raises EngineError for a reason that is not known."""
+        if choice.finish_reason is not None:
+            self._reason = _REASONS.get(choice.finish_reason, self._reason)
+            if choice.finish_reason not in _REASONS:
+                if choice.finish_reason not in _NO_REASON:
+                    raise errors.EngineError("The engine ended the reply for an unknown finish reason.")
+                self._without_reason = True
+        delta = choice.delta
+        return (delta.content if delta is not None else choice.text) or ""
+
+    def _count_of(self, chunk: _Chunk) -> Tokens | None:
+        """The cumulative output count that a chunk carries; its usage is noted."""
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+            return chunk.usage.completion_tokens
+        return chunk.timings.predicted_n if chunk.timings is not None else None
+
+    def _finish(self, *, at_mark: bool = False) -> None:
+        reason = self._reason
+        if reason is None and self._without_reason and at_mark:
+            reason = FinishReason.STOP
+        if reason is None:
+            self._fail(errors.EngineError("The engine ended its stream without a finish reason."))
+            return
+        self._over.set()
+        self._exchange.resume()  # the rest of the response has nobody to wait for
+        self._sink.on_end(EngineEnd(reason, _usage_of(self._usage), output_tokens_seen=self._tokens_seen))
+
+    def _fail(self, fault: errors.EngineFault, *, runs: bool = True) -> None:
+        """End with a fault. runs: the engine may still be generating."""
+        if not self._over.is_set():
+            self._close(needs_confirmation=runs)
+            self._sink.on_end(EngineEnd(None, None, fault, self._tokens_seen))
+
+    def _close(self, *, needs_confirmation: bool) -> None:
+        self._needs_confirmation = needs_confirmation
+        self._over.set()
+        self._watch.cancel()
+        self._exchange.close()
+
+    def _check_silence(self) -> None:
+        """Runs once per bound, not per chunk. After the end mark it cuts a response that never ends."""
+        now = self._loop.time()
+        heard_at = now if self._paused else self._heard_at
+        if now - heard_at < self._idle_s:
+            self._watch = self._loop.call_at(heard_at + self._idle_s, self._check_silence)
+        elif self._over.is_set():
+            self._exchange.close()
+        else:
+            self._fail(errors.Stalled("The engine sent nothing within the bound."))
+
+
+def _usage_of(usage: _Usage | None) -> EngineUsage | None:
+    if usage is None:
+        return None
+    details = usage.prompt_tokens_details
+    cached = (details.cached_tokens if details else None) or 0
+    return EngineUsage(usage.prompt_tokens, min(cached, usage.prompt_tokens), usage.completion_tokens)
+
+
+def _refusal(status: int, body: bytes) -> errors.EngineFault:
+    """An answer that is no stream."""
+    try:
+        content = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        content = None
+    error = content.get("error", content) if isinstance(content, dict) else None
+    if 400 <= status < 500 and status not in _NOT_THE_REQUESTS_FAULT:
+        return _rejected(status, error)
+    return errors.EngineError(f"The engine answered {status}{_kind_of(error)}.")
+
+
+def _fault_of(error: Any) -> errors.EngineFault:
+    """An error object in mid-stream."""
+    if isinstance(error, dict) and error.get("type") == "exceed_context_size_error":
+        return _rejected(400, error)
+    return errors.EngineError(f"The engine reported an error{_kind_of(error)}.")
+
+
+def _rejected(status: int, error: Any) -> errors.EngineRejected:
+    fields = error if isinstance(error, dict) else {}
+    numbers = {name: fields[name] for name in ("n_prompt_tokens", "n_ctx") if type(fields.get(name)) is int}
+    if len(numbers) == 2:
+        detail = f"The input is {numbers['n_prompt_tokens']} tokens; the engine's context window is {numbers['n_ctx']} tokens."
+        return errors.EngineRejected(detail, members=numbers)
+    return errors.EngineRejected(f"The engine refused the request: {status}{_kind_of(error)}.")
+
+
+def _kind_of(error: Any) -> str:
+    """The error's type in brackets, where it is a plain word."""
+    kind = error.get("type") if isinstance(error, dict) else None
+    return f" ({kind})" if isinstance(kind, str) and _SAFE_WORD.fullmatch(kind) else ""

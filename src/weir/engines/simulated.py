@@ -1,0 +1,365 @@
+"""The simulated engine: the Engine port over batches in this process, on any event loop, also one of virtual time.
+
+It uses no more of a loop than `time`, `call_soon` and `call_at`; randomness is given in. Each replica name has its own batch
+and step time, and can be lost or stalled on request, which is what tests and the simulator come for. It never reads a clock
+and holds no socket; `simulated_server` puts the same engine behind HTTP.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from weir.core.request import Message
+from weir.engines.simulated_batch import SimulatedBatch, Step, StepOutcome
+from weir.engines.simulated_text import ReplyBounds, Script, count_prompt_tokens, natural_output_tokens, script
+from weir.engines.step_time import step_time
+from weir.errors import EngineRejected, ReplicaLost, Stalled
+from weir.messages import ReplicaAddress
+from weir.ports import Delta, EngineCall, EngineEnd, EngineRun, EngineSink, EngineUsage
+from weir.units import Millis, Tokens
+
+LATE_STEP_S = 0.005  # after a timer late by less, the next step starts where this one ended: no drift
+
+
+def _natural_length(call: EngineCall) -> Tokens:
+    return natural_output_tokens(call.prompt)
+
+
+def _exact(duration_ms: float) -> float:
+    return duration_ms
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedReplica:
+    """What one simulated replica is. row and preset name its step time; concurrency: running sequences at most.
+
+    context_tokens: its window, None for the one in the address. noise: a step's milliseconds → what it really takes.
+    output_length: the tokens after which a reply ends by itself, ≥ 1. seed: for calls that bring none.
+    """
+
+    row: str = "demo"
+    preset: str = "nominal"
+    concurrency: int = 1_024
+    context_tokens: Tokens | None = None
+    seed: int = 0
+    noise: Callable[[float], float] = _exact
+    output_length: Callable[[EngineCall], Tokens] = _natural_length
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """A replica's own figures: sequences now, tokens computed since it started."""
+
+    running: int
+    waiting: int
+    prompt_tokens: Tokens
+    generation_tokens: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedBounds:
+    """How long the engine's client waits, in milliseconds: for a count, a probe, and the confirmation of a stop."""
+
+    count_ms: Millis = 250
+    probe_ms: Millis = 1_000
+    stop_ms: Millis = 10_000
+
+
+class _Run:
+    """One generation: what the sink was told, what waits while paused, and whether the batch still holds it."""
+
+    def __init__(self, sink: EngineSink, reply: Script, input_tokens: Tokens, stop_ms: Millis) -> None:
+        self.reply = reply
+        self.input_tokens = input_tokens
+        self.replica: _Replica | None = None
+        self.id = -1
+        self._sink = sink
+        self._stop_ms = stop_ms
+        self._paused = False
+        self._silent = False  # the sink was told the end, or is not to be told
+        self._emitted: Tokens = 0
+        self._pending: list[Delta] = []
+        self._pending_end: EngineEnd | None = None
+        self._out = asyncio.Event()
+        self._lost = False
+
+    def pause(self) -> None:
+        """The engine goes on; its output waits here, at most the reply's length."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """What waited arrives in one piece, on the loop."""
+        if self._paused:
+            self._paused = False
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def cancel(self) -> None:
+        """Leaves the batch at the next step."""
+        self._silent = True
+        if self.replica is not None:
+            self.replica.batch.cancel(self.id)
+
+    async def stopped(self) -> None:
+        """Returns once the batch holds it no more. Raises ReplicaLost when the replica is lost or silent for too long."""
+        try:
+            async with asyncio.timeout(self._stop_ms / 1_000):
+                await self._out.wait()
+        except TimeoutError:
+            raise ReplicaLost("The replica did not confirm the stop") from None
+        if self._lost:
+            raise ReplicaLost("The replica was lost before it confirmed the stop")
+
+    def emit(self, tokens: Tokens) -> None:
+        """One more token exists; tokens: the cumulative count."""
+        self._emitted = tokens
+        if self._silent:
+            return
+        delta = Delta(self.reply.piece(tokens - 1), tokens)
+        if self._paused or self._pending:
+            self._pending.append(delta)
+        else:
+            self._sink.on_deltas((delta,))
+
+    def complete(self) -> None:
+        """The reply ended by itself."""
+        self.leave()
+        usage = EngineUsage(self.input_tokens, 0, self._emitted)
+        self.end(EngineEnd(self.reply.reason, usage, output_tokens_seen=self._emitted))
+
+    def fail(self, fault: EngineRejected | ReplicaLost) -> None:
+        """The run is over with a fault."""
+        self.end(EngineEnd(None, None, fault, self._emitted or None))
+
+    def leave(self, *, lost: bool = False) -> None:
+        """The batch holds it no more. lost: nobody can confirm that, the replica is gone."""
+        self._lost = lost
+        self._out.set()
+
+    def end(self, end: EngineEnd) -> None:
+        """Tell the sink, after everything that waits."""
+        if self._silent:
+            return
+        if self._paused or self._pending:
+            self._pending_end = end
+        else:
+            self._silent = True
+            self._sink.on_end(end)
+
+    def _flush(self) -> None:
+        if self._paused or self._silent:
+            return
+        pending, self._pending = self._pending, []
+        if pending:
+            self._sink.on_deltas(pending)
+        end, self._pending_end = self._pending_end, None
+        if end is not None:
+            self.end(end)
+
+
+class _Replica:
+    """Drives one batch: begins a step, waits its duration, hands out what it yielded, begins the next."""
+
+    def __init__(self, spec: SimulatedReplica, loop: asyncio.AbstractEventLoop) -> None:
+        self.spec = spec
+        self.lost = False
+        self.stalled = False
+        self.prompt_tokens: Tokens = 0
+        self.generation_tokens: Tokens = 0
+        self._loop = loop
+        self._step_time = step_time(spec.row, spec.preset)
+        self._runs: dict[int, _Run] = {}
+        self._last_id = 0
+        self._step: Step | None = None
+        self._step_ends_s = 0.0
+        self._wake: asyncio.Handle | None = None
+        self.batch = SimulatedBatch(self._step_time, spec.concurrency)
+
+    def submit(self, run: _Run) -> None:
+        """Queue a run; the first step begins after everything else that arrives at this instant."""
+        self._last_id += 1
+        run.id, run.replica = self._last_id, self
+        self._runs[run.id] = run
+        self.batch.submit(run.id, run.input_tokens, run.reply.tokens)
+        self._continue()
+
+    def stall(self) -> None:
+        """No step completes and none begins until `unstall`."""
+        self.stalled = True
+
+    def unstall(self) -> None:
+        """Go on where it stalled."""
+        self.stalled = False
+        self._continue()
+
+    def lose(self) -> None:
+        """Everything in it is gone at once."""
+        self.lost = True
+        self._stop_stepping()
+        runs, self._runs = self._runs, {}
+        self.batch = SimulatedBatch(self._step_time, self.spec.concurrency)
+        for run in runs.values():
+            run.replica = None
+            run.leave(lost=True)
+            self._loop.call_soon(run.fail, ReplicaLost())
+
+    def close(self) -> None:
+        """Cancel every run and stop."""
+        self._stop_stepping()
+        for run in self._runs.values():
+            run.cancel()
+            run.leave()
+        self._runs.clear()
+
+    def _stop_stepping(self) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        self._wake = self._step = None
+
+    def _continue(self) -> None:
+        if self._wake is None and not self.stalled:
+            self._wake = self._loop.call_soon(self._begin_now if self._step is None else self._complete)
+
+    def _begin_now(self) -> None:
+        self._begin(self._loop.time())
+
+    def _begin(self, start_s: float) -> None:
+        self._wake = None
+        if self.stalled:
+            return
+        for sequence_id in self.batch.sweep():
+            self._runs.pop(sequence_id).leave()
+        self._step = self.batch.schedule()
+        if self._step is not None:
+            self._step_ends_s = start_s + self.spec.noise(self._step.duration_ms) / 1_000
+            self._wake = self._loop.call_at(self._step_ends_s, self._complete)
+
+    def _complete(self) -> None:
+        self._wake = None
+        if self.stalled:
+            return
+        assert self._step is not None
+        step, self._step = self._step, None
+        self.prompt_tokens += sum(chunk for _, chunk in step.prefills)
+        outcome = self.batch.complete(step)
+        self.generation_tokens += len(outcome.emitted)
+        self._hand_out(outcome)
+        if self._wake is None:  # else a sink submitted something, and the next step is about to begin
+            now_s = self._loop.time()
+            self._begin(self._step_ends_s if now_s - self._step_ends_s < LATE_STEP_S else now_s)
+
+    def _hand_out(self, outcome: StepOutcome) -> None:
+        """Tell the sinks. A sink may submit, cancel, or lose this replica meanwhile."""
+        finished = set(outcome.finished)
+        for sequence_id, tokens in outcome.emitted:
+            run = self._runs.get(sequence_id)
+            if run is None:
+                continue
+            run.emit(tokens)
+            if sequence_id in finished and self._runs.pop(sequence_id, None) is run:
+                run.complete()
+
+
+class SimulatedEngine:
+    """The Engine port. Use it on one running loop."""
+
+    def __init__(
+        self,
+        default: SimulatedReplica = SimulatedReplica(),
+        replicas: Mapping[str, SimulatedReplica] | None = None,
+        bounds: SimulatedBounds = SimulatedBounds(),
+    ) -> None:
+        """replicas: what each name is; default: what every other name is."""
+        self._default = default
+        self._replicas = dict(replicas or {})
+        self._bounds = bounds
+        self._live: dict[str, _Replica] = {}
+        self._closed = False
+
+    def start(self, call: EngineCall, sink: EngineSink) -> EngineRun:
+        """Begin a generation; a fault arrives as `on_end`."""
+        replica = self._replica(call.replica.name)
+        spec = replica.spec
+        seed = spec.seed if call.sampling.seed is None else call.sampling.seed
+        limits = ReplyBounds(spec.output_length(call), call.max_output_tokens, call.sampling.stop)
+        input_tokens = count_prompt_tokens(call.prompt, call.chat)
+        run = _Run(sink, script(call.prompt, seed, limits), input_tokens, self._bounds.stop_ms)
+        loop = asyncio.get_running_loop()
+        if replica.lost or self._closed:
+            run.leave(lost=True)
+            loop.call_soon(run.fail, ReplicaLost())
+        elif input_tokens + call.max_output_tokens > self._context_tokens(call.replica):
+            run.leave()
+            members = {"input_tokens": input_tokens, "limit": self._context_tokens(call.replica)}
+            loop.call_soon(run.fail, EngineRejected("Input and output do not fit the context window", members=members))
+        else:
+            replica.submit(run)
+        return run
+
+    async def count_input(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
+        """Exact input tokens; None from a lost or stalled replica."""
+        if not await self._answers(replica.name, self._bounds.count_ms):
+            return None
+        return count_prompt_tokens(prompt, chat)
+
+    async def probe(self, replica: ReplicaAddress) -> ReplicaAddress:
+        """The address with what this engine can do. Raises ReplicaLost, or Stalled after the bound."""
+        if not await self._answers(replica.name, self._bounds.probe_ms):
+            raise ReplicaLost() if self._replica(replica.name).lost else Stalled("The replica did not answer in time")
+        context_tokens = self._context_tokens(replica)
+        return msgspec.structs.replace(replica, context_tokens=context_tokens, counts_tokens=True, continuous_usage=True)
+
+    async def aclose(self) -> None:
+        """Cancel every run; later ones end ReplicaLost."""
+        self._closed = True
+        for replica in self._live.values():
+            replica.close()
+
+    # ── for tests and the simulator ──────────────────────────────────────────────────────────────────────────────────
+
+    def lose(self, name: str) -> None:
+        """The replica's runs end ReplicaLost, and new ones too, until `restore`."""
+        self._replica(name).lose()
+
+    def restore(self, name: str) -> None:
+        """A lost replica is back, empty."""
+        self._replica(name).lost = False
+
+    def stall(self, name: str) -> None:
+        """The replica takes work and does none until `unstall`; it confirms no cancel meanwhile."""
+        self._replica(name).stall()
+
+    def unstall(self, name: str) -> None:
+        """A stalled replica goes on where it was."""
+        self._replica(name).unstall()
+
+    def running(self, name: str) -> int:
+        """Generations that the replica computes now."""
+        return self.load(name).running
+
+    def load(self, name: str) -> ReplicaLoad:
+        """The replica's own figures."""
+        replica = self._replica(name)
+        batch = replica.batch
+        return ReplicaLoad(batch.running, batch.waiting, replica.prompt_tokens, replica.generation_tokens)
+
+    # ── within ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _replica(self, name: str) -> _Replica:
+        replica = self._live.get(name)
+        if replica is None:
+            replica = _Replica(self._replicas.get(name, self._default), asyncio.get_running_loop())
+            self._live[name] = replica
+        return replica
+
+    def _context_tokens(self, address: ReplicaAddress) -> Tokens:
+        own = self._replica(address.name).spec.context_tokens
+        return address.context_tokens if own is None else own
+
+    async def _answers(self, name: str, within_ms: Millis) -> bool:
+        """Whether the replica answers; a stalled one is given until the bound."""
+        replica = self._replica(name)
+        if replica.stalled and not replica.lost:
+            await asyncio.sleep(within_ms / 1_000)
+        return not (replica.lost or replica.stalled or self._closed)

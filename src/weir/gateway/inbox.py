@@ -1,0 +1,118 @@
+"""Where the coordinator's messages arrive: the snapshot, the fleet, answers to questions, and each request's own messages.
+
+It routes and remembers; it decides nothing. References of requests and queries are numbers of this session, never reused.
+"""
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+from typing import Protocol
+
+from weir import errors
+from weir.core.registry.snapshot import Snapshot
+from weir.messages import (
+    AskStanding,
+    CancelById,
+    Down,
+    Drain,
+    FleetView,
+    Found,
+    Lookup,
+    ReplicaAddress,
+    StandingFound,
+    StandingView,
+)
+from weir.ports import CoordinatorLink
+
+
+class Listener(Protocol):
+    """A request that waits for messages with its ref."""
+
+    def deliver(self, message: Down) -> None: ...
+
+
+class Inbox:
+    """One session's incoming side. `link` is set once the session is open."""
+
+    def __init__(self) -> None:
+        self.snapshot = Snapshot()
+        self.link: CoordinatorLink | None = None
+        self._listeners: dict[int, Listener] = {}
+        self._queries: dict[int, asyncio.Future[Found | StandingFound]] = {}
+        self._ready: dict[str, list[ReplicaAddress]] = {}
+        self._refs = count(1)
+        self.on_drain: Callable[[], None] = lambda: None
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def open(self, listener: Listener) -> int:
+        """A new reference; its messages go to the listener."""
+        ref = next(self._refs)
+        self._listeners[ref] = listener
+        return ref
+
+    def close(self, ref: int) -> None:
+        """No more messages for this reference are of interest."""
+        self._listeners.pop(ref, None)
+
+    @property
+    def open_requests(self) -> int:
+        """Requests with an open reference."""
+        return len(self._listeners)
+
+    def ready_replica(self, revision: str) -> ReplicaAddress | None:
+        """A ready replica of a revision that counts tokens, for input counting; None when there is none."""
+        return next((replica for replica in self._ready.get(revision, ()) if replica.counts_tokens), None)
+
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def deliver(self, message: Down) -> None:
+        """One message of the coordinator."""
+        if isinstance(message, Snapshot):
+            if message.version >= self.snapshot.version:
+                self.snapshot = message
+        elif isinstance(message, FleetView):
+            self._ready = {}
+            for replica in message.ready:
+                self._ready.setdefault(replica.revision, []).append(replica)
+        elif isinstance(message, Found | StandingFound):
+            answer = self._queries.pop(message.query, None)
+            if answer is not None and not answer.done():
+                answer.set_result(message)
+        elif isinstance(message, Drain):
+            self.on_drain()
+        elif (listener := self._listeners.get(message.ref)) is not None:
+            listener.deliver(message)
+
+    # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def lookup(self, tenant: str, request_id: str) -> Found:
+        """The latest execution of a request id. Raises LedgerUnavailable when the store cannot be asked."""
+        return self._checked(await self._ask(lambda query: Lookup(query, tenant, request_id)))
+
+    async def cancel(self, tenant: str, request_id: str) -> Found:
+        """Cancel and wait until terminal. Raises LedgerUnavailable when the store cannot be asked."""
+        return self._checked(await self._ask(lambda query: CancelById(query, tenant, request_id)))
+
+    async def standing(self, tenant: str, application: str, key: str, alias: str) -> StandingView:
+        """The caller's per-minute limits."""
+        answer = await self._ask(lambda query: AskStanding(query, tenant, application, key, alias))
+        assert isinstance(answer, StandingFound)
+        return answer.standing
+
+    def _checked(self, answer: Found | StandingFound) -> Found:
+        assert isinstance(answer, Found)
+        if answer.unavailable:
+            raise errors.LedgerUnavailable("The ledger cannot be read now.", retry_after_ms=1_000)
+        return answer
+
+    async def _ask(self, question: Callable[[int], CancelById | Lookup | AskStanding]) -> Found | StandingFound:
+        assert self.link is not None
+        query = next(self._refs)
+        answer: asyncio.Future[Found | StandingFound] = asyncio.get_running_loop().create_future()
+        self._queries[query] = answer
+        try:
+            self.link.send(question(query))
+            return await answer
+        finally:
+            self._queries.pop(query, None)

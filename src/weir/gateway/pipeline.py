@@ -1,0 +1,200 @@
+"""One request from an authenticated caller to the last byte, top to bottom: read this first.
+
+    plan ── refuse                                    what can never work
+      └ acquire ── refuse                             what admission refuses
+          └ wait: grant | early headers | end         queued; a disconnect or the deadline ends it here too
+              └ open · relay                          the engine's stream, event by event
+                  └ settle · end                      exactly one terminal event or answer
+
+The coroutine here only walks the phases. What happens inside a phase is `relay`'s, what is decided is the coordinator's.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from weir import errors
+from weir.config import GatewayConfig
+from weir.core.endings import FinishReason, Status
+from weir.core.request import InferenceRequest
+from weir.core.tenancy import Principal
+from weir.gateway.client import Accepted, Answer
+from weir.gateway.inbox import Inbox
+from weir.gateway.planning import EngineFor, Ids, Plan, Planner, acquire_of
+from weir.gateway.relay import Relay, RelayParts
+from weir.messages import Admitted, Rejected, StandingView
+from weir.ports import Clock, CoordinatorLink, Entropy
+from weir.telemetry import Telemetry
+from weir.units import Millis, Tokens, ms_from_ns, ns_from_ms
+
+_TICK_S = 0.25
+_ID_BYTES = 12
+
+
+class Gateway:
+    """A gateway's data plane. Start `run` before the first request; `inbox` must be connected to a coordinator."""
+
+    def __init__(
+        self, clock: Clock, entropy: Entropy, config: GatewayConfig, inbox: Inbox, planner: Planner, telemetry: Telemetry
+    ) -> None:
+        self._clock = clock
+        self._entropy = entropy
+        self._config = config
+        self._planner = planner
+        self._telemetry = telemetry
+        self._relays: dict[int, Relay] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._parts: RelayParts | None = None
+        self._closed = asyncio.Event()
+        self.inbox = inbox
+
+    def connect(self, link: CoordinatorLink, engine_for: EngineFor, step_tokens: Tokens, store_wait_ms: Millis) -> None:
+        """Use this link; once, before `run`."""
+        self.inbox.link = link
+        self._parts = RelayParts(self._clock, link, self._config, step_tokens, store_wait_ms, engine_for, self._spawn)
+
+    async def run(self) -> None:
+        """Tick the relays and own the gateway's tasks until `close`."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            ticker = tasks.create_task(self._tick_forever())
+            await self._closed.wait()
+            ticker.cancel()
+
+    def close(self) -> None:
+        """Let `run` return once engines confirmed their stops."""
+        self._closed.set()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests between acquire and their last byte."""
+        return len(self._relays)
+
+    # ── one request ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def generate(self, principal: Principal, request: InferenceRequest, answer: Answer, surface: str) -> None:
+        """Serve one generation to its end; every failure is answered in the surface's shape."""
+        try:
+            plan = await self._planner.plan(principal, request)
+        except errors.WeirError as refusal:
+            await answer.refuse(refusal, await self.standing(principal, request.model_alias), None)
+            return
+        if answer.client.is_lost:
+            self._telemetry.left_early.inc()
+            return
+        assert self._parts is not None
+        relay = Relay(self._parts, plan, answer)
+        ref = relay.ref = self.inbox.open(relay)
+        self._relays[ref] = relay
+        answer.client.watch(relay)
+        try:
+            await self._serve(relay, plan, answer, surface)
+        finally:
+            answer.client.watch(None)
+            relay.stop(FinishReason.DISCONNECT)
+            del self._relays[ref]
+            self.inbox.close(ref)
+
+    async def _serve(self, relay: Relay, plan: Plan, answer: Answer, surface: str) -> None:
+        waited_ms = ms_from_ns(self._clock.monotonic_ns() - answer.client.read_ns)
+        if waited_ms >= plan.deadline_ms:
+            await self._refuse_late(plan, answer, waited_ms)
+            return
+        ids = Ids(relay.ref, plan.request.request_id or self._new_id("req"), self._new_id("gen"))
+        acquire = acquire_of(plan, ids, self._planner.digest(plan), surface, waited_ms)
+        assert self.inbox.link is not None
+        self.inbox.link.send(acquire)
+        await relay.until(lambda: relay.decision is not None or relay.is_over)
+        match relay.decision:
+            case Rejected() as rejected:
+                await answer.refuse(error_of(rejected), rejected.standing, rejected.generation)
+            case Admitted() as admitted:
+                accepted = Accepted(ids.generation_id, ids.request_id, plan.alias.name, plan.revision.id, admitted.standing)
+                await self._run_admitted(relay, plan, answer, accepted)
+            case None:
+                self._telemetry.left_early.inc()
+
+    async def _run_admitted(self, relay: Relay, plan: Plan, answer: Answer, accepted: Accepted) -> None:
+        loop = asyncio.get_running_loop()
+        left_ns = answer.client.read_ns + ns_from_ms(plan.deadline_ms) - self._clock.monotonic_ns()
+        deadline = loop.call_later(max(0, left_ns) / 1e9, relay.stop, FinishReason.DEADLINE)
+        try:
+            if plan.request.stream:
+                await self._open_stream(relay, answer, accepted)
+            await relay.until(lambda: relay.is_over)
+        finally:
+            deadline.cancel()
+        await self._end(relay, plan, answer, accepted.standing)
+
+    async def _open_stream(self, relay: Relay, answer: Answer, accepted: Accepted) -> None:
+        """Send the headers when dispatched with a durable hold, or early once that hold is durable; not if it ends before."""
+        early_ms = self._config.early_headers_ms
+        if not await relay.until(lambda: relay.is_startable or relay.is_over, early_ms):
+            await relay.until(lambda: relay.hold_durable or relay.is_over)
+        if not relay.is_over:
+            await answer.open(accepted)
+            relay.open_output()
+
+    async def _end(self, relay: Relay, plan: Plan, answer: Answer, standing: StandingView) -> None:
+        if relay.shows_no_answer:
+            answer.client.abort()
+            return
+        record = relay.record
+        assert record is not None
+        completed = record.status is Status.COMPLETED
+        if completed and not plan.request.stream:
+            # The coordinator bounds this wait: it tells when the settlement is durable, and when it is given up.
+            await relay.until(lambda: relay.end_booked or relay.shows_no_answer)
+        else:
+            if completed and relay.is_open:
+                answer.finish_reason(record)
+            assert self._parts is not None
+            await relay.until(lambda: relay.end_booked, self._parts.store_wait_ms)
+        if relay.shows_no_answer:  # it left while its end became durable
+            answer.client.abort()
+            return
+        record = relay.record
+        assert record is not None
+        text = relay.whole_text() if record.status is Status.COMPLETED else ""
+        await answer.end(record, text, standing)
+
+    async def _refuse_late(self, plan: Plan, answer: Answer, waited_ms: Millis) -> None:
+        refusal = errors.DeadlineInfeasible(
+            f"The deadline of {plan.deadline_ms} ms passed before the request could be admitted.",
+            members={"predicted_ms": waited_ms, "deadline_ms": plan.deadline_ms},
+        )
+        self._telemetry.rejected(refusal.code)
+        await answer.refuse(refusal, await self.standing(plan.principal, plan.alias.name), None)
+
+    # ── small ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def standing(self, principal: Principal, alias: str) -> StandingView:
+        """The caller's per-minute limits, for the headers of answers that the coordinator did not see."""
+        return await self.inbox.standing(principal.tenant, principal.application, principal.key, alias)
+
+    def _new_id(self, kind: str) -> str:
+        return f"{kind}-{self._entropy.token(_ID_BYTES).hex()}"
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._tasks is not None
+        if self._closed.is_set():  # nobody listens any more
+            work.close()
+        else:
+            self._tasks.create_task(work)
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now_ns = self._clock.monotonic_ns()
+            for relay in list(self._relays.values()):
+                relay.tick(now_ns)
+
+
+def error_of(rejected: Rejected) -> errors.WeirError:
+    """A rejection's message as the error that surfaces show."""
+    return errors.ERROR_BY_CODE[rejected.code](
+        rejected.detail,
+        members=rejected.members,
+        retry_after_ms=rejected.retry_after_ms,
+        should_retry=rejected.should_retry,
+    )

@@ -1,0 +1,135 @@
+"""From a parsed request to what is asked of the coordinator: revision pinned, input counted, output bounded, deadline set.
+
+Refuses what can never work (400) before anything is asked. Counting goes to a ready replica of the revision and is bounded in
+time; where none can say, the upper bound is held and the engine decides.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from weir import errors
+from weir.core.metering import InputBasis, upper_bound_of_input
+from weir.core.registry.model import Alias, EngineKind, Revision, WorkloadClass, workload_class_of
+from weir.core.request import InferenceRequest
+from weir.core.tenancy import Principal
+from weir.gateway.inbox import Inbox
+from weir.messages import Acquire
+from weir.ports import Engine
+from weir.units import Millis, Tokens
+
+EngineFor = Callable[[EngineKind], Engine]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A request that may be asked for. deadline_ms: from arrival to the last token."""
+
+    principal: Principal
+    request: InferenceRequest
+    alias: Alias
+    revision: Revision
+    workload: WorkloadClass
+    input_tokens: Tokens
+    input_basis: InputBasis
+    max_output_tokens: Tokens
+    deadline_ms: Millis
+
+
+class Planner:
+    """digest_key: the platform's secret for body digests."""
+
+    def __init__(self, inbox: Inbox, engine_for: EngineFor, digest_key: bytes) -> None:
+        self._inbox = inbox
+        self._engine_for = engine_for
+        self._digest_key = digest_key
+
+    async def plan(self, principal: Principal, request: InferenceRequest) -> Plan:
+        """Raises UnknownAlias, InvalidRequest or InputTooLong."""
+        snapshot = self._inbox.snapshot
+        alias, revision = snapshot.resolve(principal, request.model_alias)
+        if not revision.chat and not isinstance(request.prompt, str):
+            raise errors.InvalidRequest(
+                "This model completes plain text and takes no conversation.",
+                members={"field": "input", "accepted": "a string"},
+            )
+        counted = await self._count(revision, request)
+        basis = InputBasis.UPPER_BOUND if counted is None else InputBasis.EXACT
+        input_tokens = upper_bound_of_input(request.prompt_bytes, request.turns) if counted is None else counted
+        workload = workload_class_of(snapshot.workload_classes, principal.service_class, input_tokens)
+        max_output = _max_output(request, alias, revision, counted)
+        deadline_ms = request.deadline_ms or workload.default_deadline_ms
+        return Plan(principal, request, alias, revision, workload, input_tokens, basis, max_output, deadline_ms)
+
+    async def _count(self, revision: Revision, request: InferenceRequest) -> Tokens | None:
+        replica = self._inbox.ready_replica(revision.id)
+        if replica is None:
+            return None
+        return await self._engine_for(revision.engine).count_input(replica, request.prompt, revision.chat)
+
+    def digest(self, plan: Plan) -> bytes:
+        """Keyed digest of the request after defaults, without request id, stream and deadline."""
+        request = plan.request
+        body = (request.model_alias, request.prompt, plan.max_output_tokens, request.sampling, request.session)
+        return hmac.digest(self._digest_key, msgspec.json.encode(body), hashlib.sha256)
+
+
+def _max_output(request: InferenceRequest, alias: Alias, revision: Revision, counted: Tokens | None) -> Tokens:
+    """The output that is held: as asked, else the alias's default, cut to the window where the input is known exactly."""
+    asked = request.max_output_tokens
+    if asked is not None and asked > revision.max_output_tokens:
+        raise errors.InvalidRequest(
+            f"max_output_tokens is {asked}; this model gives at most {revision.max_output_tokens}.",
+            members={"field": "max_output_tokens", "accepted": f"1 to {revision.max_output_tokens}"},
+        )
+    wanted = asked if asked is not None else alias.default_max_output_tokens
+    if counted is None:
+        return wanted
+    room = revision.context_tokens - counted
+    if room < (wanted if asked is not None else 1):
+        raise errors.InputTooLong(
+            f"{counted} input tokens and {wanted} output tokens do not fit the window of {revision.context_tokens}.",
+            members={"input_tokens": counted, "limit": revision.context_tokens},
+        )
+    return min(wanted, room)
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """Names of a request: ref in this session, request id (the idempotency key), generation id."""
+
+    ref: int
+    request_id: str
+    generation_id: str
+
+
+def acquire_of(plan: Plan, ids: Ids, digest: bytes, surface: str, waited_ms: Millis) -> Acquire:
+    """The message that asks for a grant. waited_ms: since the request was read, less than its deadline."""
+    principal, request = plan.principal, plan.request
+    return Acquire(
+        ref=ids.ref,
+        request_id=ids.request_id,
+        request_id_given=request.request_id is not None,
+        generation_id=ids.generation_id,
+        body_digest=digest,
+        tenant=principal.tenant,
+        application=principal.application,
+        key=principal.key,
+        service_class=principal.service_class,
+        workload_class=plan.workload.name,
+        alias=plan.alias.name,
+        revision=plan.revision.id,
+        surface=surface,
+        stream=request.stream,
+        input_tokens=plan.input_tokens,
+        input_basis=plan.input_basis,
+        input_bytes=request.prompt_bytes,
+        max_output_tokens=plan.max_output_tokens,
+        choices=1,
+        deadline_left_ms=plan.deadline_ms - waited_ms,
+        waited_ms=waited_ms,
+        session_key=request.session,
+    )

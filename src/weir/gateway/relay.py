@@ -1,0 +1,390 @@
+"""One request between its engine and its client: pumps output with backpressure, and ends exactly once, whatever happens first.
+
+Everything here is a callback on the event loop: the coordinator's messages, the engine's output, the client's fate, timers. The
+pipeline's coroutine only waits for a phase to be reached. No task, queue or iterator runs per chunk; what arrives in one read
+leaves in one write.
+
+How it ends. The first cause wins (`stop`, or the engine's own end once all its output is handed out); then the engine is
+cancelled if it still runs, `finish` reports what was used and delivered, and `stopped` follows when the engine confirmed that
+it runs nothing.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weir import errors
+from weir.config import GatewayConfig
+from weir.core.endings import FinishReason
+from weir.core.metering import Basis, InputBasis
+from weir.core.stream import TokenStream
+from weir.gateway.client import Answer
+from weir.gateway.planning import Plan
+from weir.messages import (
+    Admitted,
+    AttemptUsage,
+    DeliveryBooked,
+    Down,
+    EndBooked,
+    Ended,
+    EndUnbooked,
+    Finish,
+    GenerationRecord,
+    Granted,
+    HoldBooked,
+    Progress,
+    Rejected,
+    Stopped,
+    StopRequest,
+)
+from weir.ports import Clock, CoordinatorLink, Delta, Engine, EngineCall, EngineEnd, EngineRun
+from weir.units import Millis, Nanos, Tokens, ns_from_ms
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from typing import Any
+
+_MARK_EVERY_NS = 100_000_000
+"""Granularity of the slow-client watch: marks of what was written when."""
+
+_REASON_OF_FAULT: dict[type[errors.WeirError], FinishReason] = {
+    errors.EngineError: FinishReason.ENGINE_ERROR,
+    errors.ReplicaLost: FinishReason.REPLICA_LOST,
+    errors.Stalled: FinishReason.STALLED,
+    errors.EngineRejected: FinishReason.ENGINE_REJECTED,
+}
+
+_ANSWERLESS = (FinishReason.DISCONNECT, FinishReason.SLOW_CLIENT)
+
+
+@dataclass(frozen=True, slots=True)
+class RelayParts:
+    """What every relay of a gateway shares. spawn: runs a task of the gateway."""
+
+    clock: Clock
+    link: CoordinatorLink
+    config: GatewayConfig
+    step_tokens: Tokens
+    store_wait_ms: Millis
+    engine_for: Callable[..., Engine]
+    spawn: Callable[["Coroutine[Any, Any, None]"], None]
+
+
+class Relay:
+    """Engine sink, coordinator's listener and client's watcher of one request."""
+
+    def __init__(self, parts: RelayParts, plan: Plan, answer: Answer) -> None:
+        self._parts = parts
+        self._plan = plan
+        self._answer = answer
+        self._client = answer.client
+        self._streamed = plan.request.stream
+        self._stream = TokenStream(plan.max_output_tokens, 0, parts.step_tokens)
+        self._changed = asyncio.Event()
+        self._opened = False
+        self._unwritten: list[str] = []
+        self._run: EngineRun | None = None
+        self._engine_end: EngineEnd | None = None
+        self._counted = False
+        self._cause: FinishReason | None = None
+        self._detail: str | None = None
+        self._first_written_ns: Nanos | None = None
+        self._held_since_ns: Nanos | None = None
+        self._written_ns: Nanos = parts.clock.monotonic_ns()
+        self._marks: deque[tuple[int, Nanos]] = deque()
+        self._paused = False
+        self.ref = 0
+        self.granted: Granted | None = None
+        self.decision: Admitted | Rejected | None = None
+        self.hold_durable = False
+        self.record: GenerationRecord | None = None
+        self.end_booked = False
+
+    # ── what the pipeline waits for ──────────────────────────────────────────────────────────────────────────────────
+
+    async def until(self, reached: Callable[[], bool], timeout_ms: Millis | None = None) -> bool:
+        """Wait until a phase is reached; False after the timeout."""
+        if reached():
+            return True
+        try:
+            async with asyncio.timeout(None if timeout_ms is None else timeout_ms / 1e3):
+                while not reached():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return reached()
+        return True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a terminal record is known, or the request ended before a decision."""
+        return self.record is not None or (self._cause is not None and not isinstance(self.decision, Admitted))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the headers of a stream are out."""
+        return self._opened
+
+    @property
+    def is_startable(self) -> bool:
+        """Whether headers may go out: dispatched with its hold durable."""
+        return self.granted is not None and self.hold_durable
+
+    @property
+    def shows_no_answer(self) -> bool:
+        """Whether nobody is there to read one."""
+        return self._client.is_lost or self._cause in _ANSWERLESS
+
+    def open_output(self) -> None:
+        """Headers are out: write what waited for them, and from now on as it comes. What ended meanwhile gets no output."""
+        self._opened = True
+        texts, self._unwritten = self._unwritten, []
+        if texts and self._cause is None:
+            self._write(texts)
+        self._complete_if_done()
+
+    def whole_text(self) -> str:
+        """The output of an answer that is not streamed."""
+        return self._stream.drain()
+
+    # ── the coordinator's messages ───────────────────────────────────────────────────────────────────────────────────
+
+    def deliver(self, message: Down) -> None:
+        """One message about this request."""
+        match message:
+            case Admitted() | Rejected():
+                self.decision = message
+            case Granted():
+                self._start(message)
+            case HoldBooked():
+                self.hold_durable = True
+            case DeliveryBooked():
+                self.hold_durable = True
+                self._book(message.delivered_max)
+                return  # on the hot path: nobody waits for a step but the stream itself
+            case Ended():
+                self.record = message.record
+            case EndBooked() | EndUnbooked():
+                self.record = message.record
+                self.end_booked = True
+            case StopRequest():
+                self.stop(message.reason)
+            case _:
+                raise AssertionError(f"a relay got {type(message).__name__}")
+        self._changed.set()
+
+    def _start(self, granted: Granted) -> None:
+        if self._cause is not None:  # it ended while the grant was on its way
+            self._parts.link.send(Stopped(self.ref, granted.attempt))
+            return
+        self.granted = granted
+        self._stream.asked = granted.delivered_max
+        request = self._plan.request
+        call = EngineCall(
+            replica=granted.replica,
+            lane=granted.lane,
+            prompt=request.prompt,
+            chat=self._plan.revision.chat,
+            max_output_tokens=self._plan.max_output_tokens,
+            sampling=request.sampling,
+        )
+        self._run = self._parts.engine_for(granted.replica.engine).start(call, self)
+
+    def _book(self, delivered_max: Tokens) -> None:
+        texts = self._stream.book(delivered_max)
+        if self._cause is not None:
+            return
+        if texts:
+            self._hand_out(texts)
+            self._held_since_ns = self._parts.clock.monotonic_ns() if self._stream.is_held else None
+        self._ask_for_more()
+        if not self._opened:
+            self._changed.set()
+        self._complete_if_done()
+
+    # ── the engine's output ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def on_deltas(self, deltas: Sequence[Delta]) -> None:
+        """Everything that arrived in one read."""
+        if self._cause is not None:
+            return
+        now_ns = self._parts.clock.monotonic_ns()
+        texts = self._stream.arrive(deltas, now_ns)
+        self._counted = deltas[-1].tokens is not None
+        if not self._streamed:
+            return
+        if texts:
+            self._hand_out(texts)
+        if self._stream.is_held and self._held_since_ns is None:
+            self._held_since_ns = now_ns
+        self._ask_for_more()
+        self._balance()
+
+    def _ask_for_more(self) -> None:
+        """Ask for the next delivery step when it is time."""
+        wanted = self._stream.ask() if self._streamed else None
+        if wanted is not None and self.granted is not None:
+            self._parts.link.send(Progress(self.ref, self.granted.attempt, delivered_max=wanted))
+
+    def on_end(self, end: EngineEnd) -> None:
+        """The engine ended by itself."""
+        self._engine_end = end
+        if end.fault is not None:
+            self._detail = end.fault.detail
+            self.stop(_REASON_OF_FAULT[type(end.fault)])
+        else:
+            self._complete_if_done()
+
+    def _complete_if_done(self) -> None:
+        """Complete once the engine ended and everything it produced was handed out."""
+        end = self._engine_end
+        if end is None or end.reason is None or self._cause is not None:
+            return
+        if self._streamed and (self._stream.is_held or not self._opened):
+            return
+        self._finish(end.reason)
+
+    # ── towards the client ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _hand_out(self, texts: list[str]) -> None:
+        if self._opened:
+            self._write(texts)
+        else:
+            self._unwritten += texts
+
+    def _write(self, texts: list[str]) -> None:
+        self._answer.output(texts)
+        self._written_ns = self._parts.clock.monotonic_ns()
+        if self._first_written_ns is None:
+            self._first_written_ns = self._written_ns
+            granted = self.granted
+            assert granted is not None
+            self._parts.link.send(Progress(self.ref, granted.attempt, first_output=True))
+
+    def _balance(self) -> None:
+        """Pause the engine while more than the stream's buffer waits, for the socket or for a durable step."""
+        run = self._run
+        if run is None:
+            return
+        waiting = self._stream.held_bytes + self._client.unsent
+        if waiting > self._parts.config.stream_buffer_bytes:
+            if not self._paused:
+                self._paused = True
+                run.pause()
+        elif self._paused:
+            self._paused = False
+            run.resume()
+
+    def client_lost(self) -> None:
+        """Without retention nobody will read it: stop at once."""
+        self.stop(FinishReason.DISCONNECT)
+        self._changed.set()
+
+    def client_blocked(self) -> None:
+        """The transport holds more than its bound."""
+        self._balance()
+
+    def client_writable(self) -> None:
+        """The transport has room again."""
+        self._balance()
+
+    def tick(self, now_ns: Nanos) -> None:
+        """Called several times a second: slow client, late ledger, keep-alive."""
+        if self._paused:
+            self._balance()
+        if self._oldest_unaccepted_ns(now_ns) > ns_from_ms(self._parts.config.slow_client_grace_ms):
+            self._give_up_on_client()
+        elif self._held_since_ns is not None and now_ns - self._held_since_ns > ns_from_ms(self._parts.store_wait_ms):
+            self.stop(FinishReason.LEDGER_UNAVAILABLE)
+        elif self._is_silent_for(now_ns, self._parts.config.keep_alive_ms):
+            self._answer.keep_alive()
+            self._written_ns = now_ns
+
+    def _is_silent_for(self, now_ns: Nanos, bound_ms: Millis) -> bool:
+        """Whether an open stream that has not ended wrote nothing for this long."""
+        return self._opened and self.record is None and now_ns - self._written_ns > ns_from_ms(bound_ms)
+
+    def _give_up_on_client(self) -> None:
+        if self.record is None:
+            self.stop(FinishReason.SLOW_CLIENT)
+        self._client.abort()
+
+    def _oldest_unaccepted_ns(self, now_ns: Nanos) -> Nanos:
+        """Age of the oldest byte that the socket has not accepted; 0 when it accepted all."""
+        written, marks = self._client.written, self._marks
+        accepted = written - self._client.unsent
+        while marks and marks[0][0] <= accepted:
+            marks.popleft()
+        if accepted < written and (not marks or (marks[-1][0] < written and now_ns - marks[-1][1] >= _MARK_EVERY_NS)):
+            marks.append((written, now_ns))
+        return now_ns - marks[0][1] if marks else 0
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def stop(self, reason: FinishReason) -> None:
+        """End for this reason unless it has ended; idempotent."""
+        if self._cause is None and self.record is None:
+            self._finish(reason)
+
+    def _finish(self, reason: FinishReason) -> None:
+        self._cause = reason
+        granted = self.granted
+        self._parts.link.send(
+            Finish(
+                ref=self.ref,
+                attempt=granted.attempt if granted else 0,
+                reason=reason,
+                delivered_tokens=self._delivered(reason),
+                usage=self._usage(reason) if granted else None,
+                ttft_ms=self._ttft_ms(),
+                tpot_ms=self._stream.tpot_ms(self._output_tokens()),
+                error_detail=self._detail,
+            )
+        )
+        if granted is not None:
+            self._stop_engine(granted)
+        self._changed.set()
+
+    def _stop_engine(self, granted: Granted) -> None:
+        run = self._run
+        assert run is not None
+        if self._engine_end is not None and self._engine_end.fault is None:
+            self._parts.link.send(Stopped(self.ref, granted.attempt))
+            return
+        run.cancel()
+        self._parts.spawn(self._confirm_stop(run, granted, self._parts.clock.monotonic_ns()))
+
+    async def _confirm_stop(self, run: EngineRun, granted: Granted, decided_ns: Nanos) -> None:
+        confirmed = True
+        try:
+            await run.stopped()
+        except errors.ReplicaLost:
+            confirmed = False
+        stop_ms = (self._parts.clock.monotonic_ns() - decided_ns) / 1e6
+        self._parts.link.send(Stopped(self.ref, granted.attempt, stop_ms, confirmed))
+
+    def _delivered(self, reason: FinishReason) -> Tokens:
+        if self._streamed:
+            return self._stream.delivered if self._opened else 0
+        return self._output_tokens() if self._engine_end and self._engine_end.reason is reason else 0
+
+    def _output_tokens(self) -> Tokens:
+        usage = self._engine_end.usage if self._engine_end else None
+        return usage.output_tokens if usage else self._stream.arrived
+
+    def _usage(self, reason: FinishReason) -> AttemptUsage:
+        """The engine's figures where they arrived, else what was counted here."""
+        measured = self._engine_end.usage if self._engine_end else None
+        if measured is not None:
+            return AttemptUsage(measured.input_tokens, measured.cached_input_tokens, measured.output_tokens, Basis.ENGINE)
+        if reason is FinishReason.ENGINE_REJECTED:
+            return AttemptUsage(0, 0, 0, Basis.ENGINE)
+        exact = self._counted and self._plan.input_basis is InputBasis.EXACT
+        basis = Basis.ENGINE if exact else Basis.ESTIMATED
+        return AttemptUsage(self._plan.input_tokens, 0, self._stream.arrived, basis)
+
+    def _ttft_ms(self) -> float | None:
+        first_ns = self._first_written_ns if self._streamed else self._stream.first_ns
+        return None if first_ns is None else (first_ns - self._client.read_ns) / 1e6

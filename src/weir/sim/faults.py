@@ -1,0 +1,260 @@
+"""What can go wrong in the simulated world: the store's weather, engines that fail or fall silent, wall-clock steps.
+
+It breaks things on request and keeps the truth about what engines really did; it never looks at what the platform decided.
+The scenario chooses moments, the world wires these in place of the plain parts.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from weir import errors
+from weir.core.ledger.records import LedgerRecord
+from weir.core.request import Message
+from weir.engines.simulated import SimulatedEngine
+from weir.errors import WeirError
+from weir.messages import ReplicaAddress
+from weir.ports import (
+    Delta,
+    EngineCall,
+    EngineEnd,
+    EngineRun,
+    EngineSink,
+    LedgerStore,
+    Recovery,
+    StoredExecution,
+    UsageQuery,
+    UsageRow,
+)
+from weir.sim.virtual_loop import VirtualClock, VirtualLoop
+from weir.storage.memory import MemoryLedger, Operation
+from weir.units import Millis, Tokens
+
+
+class StepClock(VirtualClock):
+    """Virtual time whose wall clock somebody sets now and then; the monotonic clock never notices."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__(loop)
+        self._stepped_ms: Millis = 0
+
+    def wall_ms(self) -> Millis:
+        """The stepped wall clock."""
+        return super().wall_ms() + self._stepped_ms
+
+    def step_wall(self, by_ms: Millis) -> None:
+        """Set the wall clock forward, or back when by_ms is negative."""
+        self._stepped_ms += by_ms
+
+
+class StoreWeather:
+    """How the store behaves now, through the memory ledger's hooks. latency_ms: of an operation in fair weather."""
+
+    def __init__(self, random: Random, latency_ms: tuple[float, float] = (1.0, 6.0)) -> None:
+        self._random = random
+        self._latency_ms = latency_ms
+        self.extra_ms: Millis = 0
+        self.failing = False
+        self.losing_answers = False
+
+    def clear(self) -> None:
+        """Fair weather."""
+        self.extra_ms, self.failing, self.losing_answers = 0, False, False
+
+    def apply_to(self, ledger: MemoryLedger) -> None:
+        """This ledger has this weather from now on."""
+        ledger.delay, ledger.fault, ledger.lost_answer = self._delay, self._fault, self._lost_answer
+
+    async def _delay(self, operation: Operation) -> None:
+        await asyncio.sleep((self._random.uniform(*self._latency_ms) + self.extra_ms) / 1e3)
+
+    def _fault(self, operation: Operation) -> Exception | None:
+        return errors.LedgerUnavailable() if self.failing else None
+
+    def _lost_answer(self, operation: Operation) -> Exception | None:
+        return errors.LedgerUnavailable() if self.losing_answers else None
+
+
+class CellStore:
+    """The ledger as one process reaches it: after `cut` nothing of that process reaches it any more."""
+
+    def __init__(self, ledger: LedgerStore) -> None:
+        self._ledger = ledger
+        self._cut = False
+        self.writing: tuple[int, Sequence[LedgerRecord]] | None = None
+        """The write that is under way: its outcome is open when the process dies."""
+
+    def cut(self) -> None:
+        """The process died."""
+        self._cut = True
+
+    async def _alive(self) -> None:
+        if self._cut:
+            await asyncio.Event().wait()  # until its task is cancelled
+
+    async def open_epoch(self, recent_since_ms: Millis) -> Recovery:
+        """As the ledger."""
+        return await self._ledger.open_epoch(recent_since_ms)
+
+    async def write(self, epoch: int, records: Sequence[LedgerRecord]) -> None:
+        """As the ledger."""
+        await self._alive()
+        self.writing = (epoch, records)
+        await self._ledger.write(epoch, records)
+        self.writing = None
+
+    async def find_execution(self, tenant: str, request_id: str) -> StoredExecution | None:
+        """As the ledger."""
+        await self._alive()
+        return await self._ledger.find_execution(tenant, request_id)
+
+    async def usage(self, query: UsageQuery) -> list[UsageRow]:
+        """As the ledger."""
+        return await self._ledger.usage(query)
+
+    async def count_rejections(self, counts: Sequence[tuple[str, str, Millis, int]]) -> None:
+        """As the ledger."""
+        await self._alive()
+        await self._ledger.count_rejections(counts)
+
+    async def aclose(self) -> None:
+        """The ledger outlives its processes."""
+
+
+@dataclass(slots=True)
+class CallTruth:
+    """What the engine did for one call: the yardstick of what the ledger says."""
+
+    prompt: str
+    replica: str
+    emitted: Tokens = 0
+
+
+FaultPlan = Callable[[EngineCall], tuple[Tokens, WeirError] | None]
+"""Which call fails by itself: after how many tokens, and how. None: it does not."""
+
+
+class FaultyEngine:
+    """The Engine port over a simulated engine: calls that fail on request, and silence that is noticed after idle_ms.
+
+    on_start: called with each call before the engine sees it. concurrency: what a replica may hold at once, asserted against
+    what its batch really holds.
+    """
+
+    def __init__(
+        self, engine: SimulatedEngine, idle_ms: Millis, concurrency: int, on_start: Callable[[EngineCall], None]
+    ) -> None:
+        self.inner = engine
+        self.calls: list[CallTruth] = []
+        self.fault_plan: FaultPlan = lambda call: None
+        self._idle_ms = idle_ms
+        self._concurrency = concurrency
+        self._on_start = on_start
+
+    def start(self, call: EngineCall, sink: EngineSink) -> EngineRun:
+        """Begin a generation."""
+        load = self.inner.load(call.replica.name)
+        held = load.running + load.waiting
+        assert held < self._concurrency, f"{call.replica.name} holds {held} runs and is given another"
+        self._on_start(call)
+        assert isinstance(call.prompt, str)
+        truth = CallTruth(call.prompt, call.replica.name)
+        self.calls.append(truth)
+        watched = _WatchedRun(sink, truth, self._idle_ms, self.fault_plan(call))
+        watched.run = self.inner.start(call, watched)
+        return watched
+
+    async def count_input(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
+        """As the engine."""
+        return await self.inner.count_input(replica, prompt, chat)
+
+    async def probe(self, replica: ReplicaAddress) -> ReplicaAddress:
+        """As the engine."""
+        return await self.inner.probe(replica)
+
+    async def aclose(self) -> None:
+        """As the engine."""
+        await self.inner.aclose()
+
+    def emitted_by_prompt(self) -> dict[str, Tokens]:
+        """The most tokens that any call with this prompt emitted."""
+        most: defaultdict[str, Tokens] = defaultdict(int)
+        for truth in self.calls:
+            most[truth.prompt] = max(most[truth.prompt], truth.emitted)
+        return most
+
+
+class _WatchedRun:
+    """A run and its sink: counts, ends a silent run as stalled, and fails one as planned."""
+
+    run: EngineRun
+
+    def __init__(self, sink: EngineSink, truth: CallTruth, idle_ms: Millis, planned: tuple[Tokens, WeirError] | None) -> None:
+        self._sink = sink
+        self._truth = truth
+        self._planned = planned
+        self._idle_s = idle_ms / 1e3
+        self._loop = asyncio.get_running_loop()
+        self._over = False
+        self._paused = False
+        self._timer = self._loop.call_later(self._idle_s, self._silent)
+        if planned is not None and planned[0] == 0:
+            self._loop.call_soon(self._fail, planned[1])
+
+    def pause(self) -> None:
+        """Silence is the reader's wish now."""
+        self._paused = True
+        self.run.pause()
+
+    def resume(self) -> None:
+        """Read again."""
+        self._paused = False
+        self.run.resume()
+
+    def cancel(self) -> None:
+        """Stop generating."""
+        self._close()
+        self.run.cancel()
+
+    async def stopped(self) -> None:
+        """As the run."""
+        await self.run.stopped()
+
+    def on_deltas(self, deltas: Sequence[Delta]) -> None:
+        """Count, pass on, and fail if it is time."""
+        if self._over:
+            return
+        self._watch_again()
+        self._truth.emitted = deltas[-1].tokens or 0
+        self._sink.on_deltas(deltas)
+        if not self._over and self._planned is not None and self._truth.emitted >= self._planned[0]:
+            self._fail(self._planned[1])
+
+    def on_end(self, end: EngineEnd) -> None:
+        """Pass on."""
+        if not self._over:
+            self._close()
+            self._sink.on_end(end)
+
+    def _watch_again(self) -> None:
+        self._timer.cancel()
+        self._timer = self._loop.call_later(self._idle_s, self._silent)
+
+    def _silent(self) -> None:
+        if self._paused:
+            self._watch_again()
+        else:
+            self._fail(errors.Stalled())
+
+    def _fail(self, fault: WeirError) -> None:
+        if self._over:
+            return
+        self._close()
+        self.run.cancel()
+        self._sink.on_end(EngineEnd(None, None, fault, self._truth.emitted or None))
+
+    def _close(self) -> None:
+        self._over = True
+        self._timer.cancel()

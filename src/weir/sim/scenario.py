@@ -1,0 +1,254 @@
+"""The mixed scenario: a cell, its tenants and everything that goes wrong, all drawn from one seed.
+
+It chooses and orders; it asserts nothing, which is the checkers' part. Every duration is virtual and every loop bounded.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from random import Random
+
+from weir import errors
+from weir.config import CoordinatorConfig, GatewayConfig
+from weir.core.tenancy import Limits, Scope
+from weir.errors import WeirError
+from weir.ports import EngineCall
+from weir.sim.clients import PATIENT, Habits
+from weir.sim.random_source import seeded_random
+from weir.sim.world import Order, Spec, World, play, tenant_name
+from weir.units import Tokens
+
+TENANTS = 3
+SPAN_S = 30.0
+
+Fault = Callable[[World, Random], Awaitable[None]]
+
+
+def run_mixed(seed: int) -> World:
+    """One mixed world from its seed, audited; raises what it violates."""
+    return play(spec_of(seed), seed, mixed)
+
+
+def spec_of(seed: int) -> Spec:
+    """The cell of a seed: small, with bounds that bite."""
+    random = seeded_random(seed, "spec")
+    coordinator = CoordinatorConfig(
+        queue_entries_per_tenant=random.choice([2, 5, 256]),
+        queue_entries=random.choice([4, 12, 2_000]),
+        queue_bytes=random.choice([600, 100_000]),
+        queue_wait_ms=random.choice([700, 2_500, 5_000]),
+        store_wait_ms=random.choice([400, 1_000, 2_000]),
+        delivery_step_tokens=random.choice([4, 16, 256]),
+        remembered_executions=random.choice([40, 500]),
+    )
+    gateway = GatewayConfig(
+        stream_buffer_bytes=random.choice([600, 256 * 1024]),
+        slow_client_grace_ms=random.choice([800, 3_000]),
+        keep_alive_ms=random.choice([600, 10_000]),
+        early_headers_ms=random.choice([300, 2_000]),
+    )
+    return Spec(
+        replicas=random.randint(1, 3),
+        concurrency=random.randint(1, 4),
+        slowness=random.choice([2.0, 10.0, 25.0]),
+        engine_idle_ms=random.choice([1_000, 5_000]),
+        engine_stop_ms=random.choice([500, 3_000]),
+        tenants=TENANTS,
+        limits=limits_of(random),
+        coordinator=coordinator,
+        gateway=gateway,
+    )
+
+
+def limits_of(random: Random) -> dict[Scope, Limits]:
+    """Limits on some scopes: of a tenant, its application, its key, and of these with the alias."""
+    limits: dict[Scope, Limits] = {}
+    for number in range(TENANTS):
+        name, key = tenant_name(number), f"{number:012x}"
+        scopes = [Scope(name), Scope(name, "app"), Scope(name, "app", key), Scope(name, alias="assistant")]
+        for scope in random.sample(scopes, random.randint(0, 3)):
+            limits[scope] = Limits(
+                requests_per_minute=random.choice([None, None, 10, 40]),
+                tokens_per_minute=random.choice([None, None, 1_500, 6_000]),
+                concurrency=random.choice([None, 1, 4]),
+                spend_microusd_lifetime=random.choice([None, 0, 400, 2_000]) if random.random() < 0.5 else None,
+            )
+    return limits
+
+
+async def mixed(world: World) -> None:
+    """Clients and faults for SPAN_S, then fair weather until all of it has ended."""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(_arrivals(world, seeded_random(world.seed, "clients")))
+        tasks.create_task(_faults(world, seeded_random(world.seed, "faults")))
+
+
+# ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _arrivals(world: World, random: Random) -> None:
+    orders: list[Order] = []
+    total = random.randint(20, 90)
+    for number in range(total):
+        await asyncio.sleep(random.expovariate(total / SPAN_S))
+        order = _repeat(random, orders) if orders and random.random() < 0.2 else _order(random, number)
+        orders.append(order)
+        if world.is_accepting:
+            world.send(order)
+
+
+def _order(random: Random, number: int) -> Order:
+    return Order(
+        prompt=f"question {number} " + "x" * random.choice([0, 20, 300]),
+        tenant=random.randrange(TENANTS),
+        request_id=f"order-{number}",
+        stream=random.random() < 0.65,
+        max_output_tokens=random.choice([None, None, 1, 8, 100, 300]),
+        deadline_ms=random.choice([None, None, None, random.randint(1, 200), random.randint(200, 6_000)]),
+        habits=_habits(random),
+    )
+
+
+def _repeat(random: Random, orders: list[Order]) -> Order:
+    """An earlier order again: as it was, without its id, or with another body under its id."""
+    earlier = random.choice([order for order in orders if order.request_id])
+    kind = random.random()
+    if kind < 0.7:
+        return replace(earlier, habits=_habits(random), stream=random.random() < 0.5)
+    if kind < 0.85:
+        return replace(earlier, prompt=f"{earlier.prompt} again {len(orders)}")
+    return replace(earlier, prompt=f"{earlier.prompt} anew {len(orders)}", request_id=None, habits=PATIENT)
+
+
+def _habits(random: Random) -> Habits:
+    kind = random.randrange(12)
+    if kind == 0:
+        return Habits(bytes_per_s=random.choice([200, 2_000]))
+    if kind == 1:
+        return Habits(stuck_after=random.randint(0, 1_500))
+    if kind == 2:
+        return Habits(leaves_after_bytes=random.randint(1, 2_000))
+    if kind in (3, 4):
+        return Habits(leaves_after_ms=random.choice([0, 5, random.randint(0, 3_000)]))
+    if kind in (5, 6):
+        return Habits(cancels_after_ms=random.choice([0, 5, random.randint(0, 3_000)]))
+    return PATIENT
+
+
+# ── faults ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _faults(world: World, random: Random) -> None:
+    processes = asyncio.Lock()
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(random.randint(0, 6)):
+            fault, lock = random.choice(FAULTS), None
+            if fault in (_crash, _restart):
+                lock = processes
+            tasks.create_task(_strike(world, fault, seeded_random(world.seed, f"fault {random.random()}"), lock))
+
+
+async def _strike(world: World, fault: Fault, random: Random, lock: asyncio.Lock | None) -> None:
+    await asyncio.sleep(random.uniform(0, SPAN_S))
+    if lock is None:
+        await fault(world, random)
+        return
+    async with lock:
+        await fault(world, random)
+
+
+async def _lose_replica(world: World, random: Random) -> None:
+    supervisor = world.cell.supervisor
+    if supervisor.names:
+        supervisor.lose(random.choice(supervisor.names))
+
+
+async def _stall(world: World, random: Random) -> None:
+    cell = world.cell
+    if not cell.supervisor.names:
+        return
+    name = random.choice(cell.supervisor.names)
+    cell.engine.inner.stall(name)
+    await asyncio.sleep(random.choice([0.3, 2.0, 12.0]))
+    if cell is world.cell and world.is_accepting:
+        cell.engine.inner.unstall(name)
+
+
+async def _slow_store(world: World, random: Random) -> None:
+    world.weather.extra_ms = random.choice([50, 300, 1_500, 6_000])
+    await asyncio.sleep(random.uniform(0.5, 8))
+    world.weather.extra_ms = 0
+
+
+async def _failing_store(world: World, random: Random) -> None:
+    world.weather.failing = True
+    await asyncio.sleep(random.uniform(0.1, 6))
+    world.weather.failing = False
+
+
+async def _lost_answers(world: World, random: Random) -> None:
+    world.weather.losing_answers = True
+    await asyncio.sleep(random.uniform(0.1, 6))
+    world.weather.losing_answers = False
+
+
+async def _crash(world: World, random: Random) -> None:
+    if world.is_accepting:
+        await world.crash(land=random.random() < 0.5)
+        await asyncio.sleep(random.choice([0, 1]))
+        await world.start()
+
+
+async def _restart(world: World, random: Random) -> None:
+    if world.is_accepting:
+        world.weather.clear()  # a process that stops waits for its store
+        await world.shut_down(random.choice([1, 500, 10_000]))
+        await world.start()
+
+
+async def _step_wall_clock(world: World, random: Random) -> None:
+    world.clock.step_wall(random.choice([-3_600_000, -500, 700, 7_200_000]))
+
+
+async def _change_limits(world: World, random: Random) -> None:
+    snapshot = world.snapshot
+    world.publish(replace(snapshot, version=snapshot.version + 1, limits=limits_of(random)))
+
+
+async def _revoke_key(world: World, random: Random) -> None:
+    snapshot = world.snapshot
+    victim = random.choice(list(snapshot.keys))
+    keys = {**snapshot.keys, victim: replace(snapshot.keys[victim], revoked=True)}
+    world.publish(replace(snapshot, version=snapshot.version + 1, keys=keys))
+
+
+async def _engine_faults(world: World, random: Random) -> None:
+    engine = world.cell.engine
+
+    def plan(call: EngineCall) -> tuple[Tokens, WeirError] | None:
+        if random.random() < 0.5:
+            return None
+        tokens = random.choice([0, 1, 7, 40])
+        return (tokens, errors.EngineError()) if tokens or random.random() < 0.5 else (0, errors.EngineRejected())
+
+    engine.fault_plan = plan
+    await asyncio.sleep(random.uniform(0.5, 5))
+    engine.fault_plan = lambda call: None
+
+
+FAULTS: tuple[Fault, ...] = (
+    _lose_replica,
+    _stall,
+    _slow_store,
+    _slow_store,
+    _failing_store,
+    _lost_answers,
+    _crash,
+    _crash,
+    _restart,
+    _step_wall_clock,
+    _change_limits,
+    _change_limits,
+    _revoke_key,
+    _engine_faults,
+)

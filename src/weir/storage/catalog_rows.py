@@ -1,0 +1,89 @@
+"""How the catalog's values become table rows and rows become values again; shared by every SQL control store.
+
+It decides nothing: a field of a value is a column of the same name, except that a price is spread over four columns and a
+scope's limits are one row each. Replacing is deleting by key and inserting, which every database can do.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypeAlias
+
+import msgspec
+from sqlalchemy import Connection, Table, bindparam, delete, insert, select
+
+from weir.core.registry.model import Alias, Pool, Revision
+from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Scope, Tenant
+from weir.storage import schema
+
+Entity: TypeAlias = Tenant | Application | ApiKey | AdminKey | Alias | Revision | Pool
+
+ENTITIES: Mapping[str, tuple[Table, type[Entity]]] = {
+    "tenants": (schema.TENANT, Tenant),
+    "applications": (schema.APPLICATION, Application),
+    "keys": (schema.API_KEY, ApiKey),
+    "admin_keys": (schema.ADMIN_KEY, AdminKey),
+    "aliases": (schema.ALIAS, Alias),
+    "revisions": (schema.REVISION, Revision),
+    "pools": (schema.POOL, Pool),
+}
+"""Each sequence of a catalog with its table and type."""
+
+_PRICE_PREFIX = "price_"
+_SCOPE_PARTS = tuple(field.name for field in fields(Scope))
+
+
+def read_entities(connection: Connection, name: str) -> list[Any]:
+    """Every value of one of the catalog's sequences, ordered by key."""
+    table, kind = ENTITIES[name]
+    found = connection.execute(select(table).order_by(*table.primary_key))
+    return [_value(kind, {str(column): value for column, value in row.items()}) for row in found.mappings()]
+
+
+def replace_entities(connection: Connection, name: str, values: Sequence[Entity]) -> None:
+    """Insert values, in place of those with the same keys."""
+    if not values:
+        return
+    table, _ = ENTITIES[name]
+    rows = [_row(value) for value in values]
+    keys = [column.name for column in table.primary_key]
+    matches = [table.c[key] == bindparam(f"key_{key}") for key in keys]
+    connection.execute(delete(table).where(*matches), [{f"key_{key}": row[key] for key in keys} for row in rows])
+    connection.execute(insert(table), rows)
+
+
+def _row(value: Entity) -> dict[str, Any]:
+    row: dict[str, Any] = msgspec.to_builtins(value, builtin_types=(bytes,))
+    if isinstance(value, Application) and value.aliases is not None:
+        row["aliases"] = sorted(value.aliases)
+    for name, amount in row.pop("price", {}).items():
+        row[_PRICE_PREFIX + name] = amount
+    return row
+
+
+def _value(kind: type[Entity], row: dict[str, Any]) -> Entity:
+    if kind is Revision:
+        names = [name for name in row if name.startswith(_PRICE_PREFIX)]
+        row["price"] = {name.removeprefix(_PRICE_PREFIX): row.pop(name) for name in names}
+    return msgspec.convert(row, kind, builtin_types=(bytes,))
+
+
+def read_limits(connection: Connection) -> list[tuple[Scope, Limits]]:
+    """Every scope with limits, ordered by scope, absent parts first."""
+    table = schema.LIMIT_ENTRY
+    found: dict[Scope, dict[str, int]] = {}
+    for row in connection.execute(select(table).order_by(*table.primary_key)).mappings():
+        scope = Scope(row["tenant"], *(row[part] or None for part in _SCOPE_PARTS[1:]))
+        found.setdefault(scope, {})[row["limit_name"]] = row["value"]
+    return [(scope, Limits(**values)) for scope, values in found.items()]
+
+
+def replace_limits(connection: Connection, entries: Sequence[tuple[Scope, Limits]]) -> None:
+    """Put each scope's limits in place of those it has; none removes them."""
+    table = schema.LIMIT_ENTRY
+    for scope, limits in entries:
+        key = {part: getattr(scope, part) or "" for part in _SCOPE_PARTS}
+        connection.execute(delete(table).where(*(table.c[part] == value for part, value in key.items())))
+        values = {field.name: getattr(limits, field.name) for field in fields(limits)}
+        rows = [key | {"limit_name": name, "value": value} for name, value in values.items() if value is not None]
+        if rows:
+            connection.execute(insert(table), rows)

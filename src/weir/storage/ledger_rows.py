@@ -1,0 +1,323 @@
+"""The ledger's hot statements and how records become rows and rows become values again. Raw SQL, built once at import.
+
+It decides nothing about transactions: `sqlite_ledger` does. A settlement's row copies its dimensions from the hold inside the
+database, so that an end without a hold, or a second one, inserts nothing, and a report never needs a join.
+"""
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import msgspec
+
+from weir import errors
+from weir.core.endings import FinishReason, Status
+from weir.core.ledger.records import (
+    BucketTake,
+    EndRecord,
+    ExecutionId,
+    HoldRecord,
+    ReleaseRecord,
+    SettleRecord,
+    StepRecord,
+    Timing,
+)
+from weir.core.metering import Basis
+from weir.messages import GenerationRecord
+from weir.ports import USAGE_GROUPS, RecentTake, StoredExecution, UsageQuery, UsageRow
+from weir.units import Millis
+
+Row: TypeAlias = tuple[Any, ...]
+
+_MS_PER_DAY = 86_400_000
+_WINDOW_SEPARATOR = "\n"
+
+_HOLD_COLUMNS = (
+    "seq, epoch, at_ms, tenant, request_id, execution, generation_id, body_digest, application, key, alias, revision, pool, "
+    "service_class, workload_class, surface, stream, input_tokens, input_basis, max_output_tokens, choices, price_version, "
+    "held_microusd, window_names, window_takes, bucket_takes, deadline_at_ms, gateway_session"
+)
+_COPIED_COLUMNS = (
+    "tenant, request_id, execution, application, key, alias, revision, pool, service_class, workload_class, surface, stream, "
+    "price_version, window_names"
+)
+_END_COLUMNS = (
+    "seq, epoch, at_ms, day, attempt, replica, status, finish_reason, basis, input_tokens, cached_input_tokens, output_tokens, "
+    "delivered_tokens, tenant_input_tokens, tenant_cached_input_tokens, tenant_output_tokens, cost_microusd, "
+    "platform_microusd, queue_ms, ttft_ms, tpot_ms, total_ms, stop_ms, bucket_returns, error_code, error_detail"
+)
+_OF_HELD_BEFORE = "tenant = ? AND request_id = ? AND execution = ? AND seq < ?"
+
+
+def _marks(columns: str) -> str:
+    return ", ".join("?" * (columns.count(",") + 1))
+
+
+INSERT_HOLD = f"INSERT INTO ledger_hold ({_HOLD_COLUMNS}) VALUES ({_marks(_HOLD_COLUMNS)})"
+INSERT_OPEN = "INSERT INTO ledger_open (hold_seq) VALUES (?)"
+INSERT_STEP = (
+    "INSERT INTO ledger_step (hold_seq, seq, attempt, replica, delivered_max) "
+    f"SELECT seq, ?, ?, ?, ? FROM ledger_hold WHERE {_OF_HELD_BEFORE}"
+)
+INSERT_END = (
+    f"INSERT INTO ledger_settlement (hold_seq, {_COPIED_COLUMNS}, {_END_COLUMNS}) "
+    f"SELECT seq, {_COPIED_COLUMNS}, {_marks(_END_COLUMNS)} FROM ledger_hold WHERE {_OF_HELD_BEFORE} "
+    "ON CONFLICT (hold_seq) DO NOTHING"
+)
+CLOSE_ENDED = "DELETE FROM ledger_open WHERE hold_seq IN (SELECT hold_seq FROM ledger_settlement WHERE seq BETWEEN ? AND ?)"
+ENDED_SEQS = "SELECT seq FROM ledger_settlement WHERE seq BETWEEN ? AND ?"
+INSERT_LATE = "INSERT INTO ledger_late (seq, at_ms, tenant, request_id, execution, record) VALUES (?, ?, ?, ?, ?, ?)"
+POSTED_BY_LEAF = (
+    "SELECT tenant, application, key, alias, window_names, sum(cost_microusd), sum(tenant_input_tokens + tenant_output_tokens) "
+    "FROM ledger_settlement WHERE seq BETWEEN ? AND ? AND cost_microusd + tenant_input_tokens + tenant_output_tokens > 0 "
+    "GROUP BY tenant, application, key, alias, window_names"
+)
+ADD_TO_BALANCE = (
+    "INSERT INTO ledger_balance (tenant, application, key, alias, budget_window, spent_microusd, spent_tokens) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (tenant, application, key, alias, budget_window) DO UPDATE SET "
+    "spent_microusd = spent_microusd + excluded.spent_microusd, spent_tokens = spent_tokens + excluded.spent_tokens"
+)
+ADD_REJECTIONS = (
+    "INSERT INTO rejection (tenant, code, minute_ms, number) VALUES (?, ?, ?, ?) "
+    "ON CONFLICT (tenant, code, minute_ms) DO UPDATE SET number = number + excluded.number"
+)
+BALANCES = (
+    "SELECT tenant, application, key, alias, budget_window, spent_microusd, spent_tokens FROM ledger_balance "
+    "ORDER BY tenant, application, key, alias, budget_window"
+)
+RECENT_TAKES = (
+    "SELECT h.tenant, h.at_ms, h.bucket_takes, e.bucket_returns FROM ledger_hold h "
+    "LEFT JOIN ledger_settlement e ON e.hold_seq = h.seq WHERE h.at_ms >= ? AND h.bucket_takes IS NOT NULL ORDER BY +h.seq"
+)
+"""The sign keeps the planner from walking every hold in order instead of the recent ones by time."""
+_EXECUTION_COLUMNS = (
+    "h.tenant, h.request_id, h.execution, h.body_digest, h.input_tokens, h.max_output_tokens, h.choices, h.held_microusd, "
+    "h.price_version, h.application, h.key, s.attempt, s.replica, s.delivered_max, e.delivered_tokens, e.at_ms, "
+    "h.generation_id, h.alias, h.revision, e.status, e.finish_reason, e.input_tokens, e.cached_input_tokens, e.output_tokens, "
+    "e.cost_microusd, e.basis, e.queue_ms, e.ttft_ms, e.tpot_ms, e.total_ms, e.stop_ms, e.error_code, e.error_detail"
+)
+_EXECUTION_JOINS = (
+    "LEFT JOIN ledger_settlement e ON e.hold_seq = h.seq LEFT JOIN ledger_step s ON s.hold_seq = h.seq "
+    "AND s.seq = (SELECT max(seq) FROM ledger_step WHERE hold_seq = h.seq)"
+)
+LATEST_EXECUTION = (
+    f"SELECT {_EXECUTION_COLUMNS} FROM ledger_hold h {_EXECUTION_JOINS} "
+    "WHERE h.tenant = ? AND h.request_id = ? ORDER BY h.execution DESC LIMIT 1"
+)
+OPEN_EXECUTIONS = (
+    f"SELECT {_EXECUTION_COLUMNS} FROM ledger_open o JOIN ledger_hold h ON h.seq = o.hold_seq {_EXECUTION_JOINS} "
+    "ORDER BY o.hold_seq"
+)
+
+_encode = msgspec.json.Encoder().encode
+_decode_takes = msgspec.json.Decoder(tuple[BucketTake, ...]).decode
+
+
+def _identity(named: ExecutionId) -> Row:
+    return named.tenant, named.request_id, named.execution
+
+
+def hold_row(hold: HoldRecord, epoch: int) -> Row:
+    """Parameters of INSERT_HOLD."""
+    return (
+        hold.seq,
+        epoch,
+        hold.at_ms,
+        *_identity(hold.id),
+        hold.generation_id,
+        hold.body_digest,
+        hold.application,
+        hold.key,
+        hold.alias,
+        hold.revision,
+        hold.pool,
+        hold.service_class.value,
+        hold.workload_class,
+        hold.surface,
+        int(hold.stream),
+        hold.input_tokens,
+        hold.input_basis.value,
+        hold.max_output_tokens,
+        hold.choices,
+        hold.price_version,
+        hold.held_microusd,
+        _WINDOW_SEPARATOR.join([take.window for take in hold.windows]),
+        _encode(hold.windows),
+        _encode(hold.takes) if hold.takes else None,
+        hold.deadline_at_ms,
+        hold.gateway_session,
+    )
+
+
+def step_row(step: StepRecord) -> Row:
+    """Parameters of INSERT_STEP."""
+    return step.seq, step.attempt, step.replica, step.delivered_max, *_identity(step.id), step.seq
+
+
+def end_row(end: EndRecord, epoch: int) -> Row:
+    """Parameters of INSERT_END."""
+    timing = end.timing
+    return (
+        end.seq,
+        epoch,
+        end.at_ms,
+        day_of(end.at_ms),
+        *(_settled_columns(end) if isinstance(end, SettleRecord) else _released_columns(end)),
+        timing.queue_ms,
+        timing.ttft_ms,
+        timing.tpot_ms,
+        timing.total_ms,
+        timing.stop_ms,
+        _encode(end.returns) if end.returns else None,
+        end.error_code,
+        end.error_detail,
+        *_identity(end.id),
+        end.seq,
+    )
+
+
+def _settled_columns(end: SettleRecord) -> Row:
+    return (
+        end.attempt,
+        end.replica,
+        end.status.value,
+        end.finish_reason.value,
+        end.basis.value,
+        end.input_tokens,
+        end.cached_input_tokens,
+        end.output_tokens,
+        end.delivered_tokens,
+        end.tenant_input_tokens,
+        end.tenant_cached_input_tokens,
+        end.tenant_output_tokens,
+        end.cost_microusd,
+        end.platform_microusd,
+    )
+
+
+def _released_columns(end: ReleaseRecord) -> Row:
+    return 0, None, end.status.value, end.finish_reason.value, None, 0, 0, 0, 0, 0, 0, 0, 0, 0
+
+
+def late_row(end: EndRecord) -> Row:
+    """Parameters of INSERT_LATE."""
+    return end.seq, end.at_ms, *_identity(end.id), _encode(end)
+
+
+def day_of(at_ms: Millis) -> str:
+    """The UTC date of a wall-clock time, YYYY-MM-DD."""
+    return _date_text(at_ms // _MS_PER_DAY)
+
+
+@lru_cache(16)
+def _date_text(day: int) -> str:
+    return datetime.fromtimestamp(day * _MS_PER_DAY // 1000, UTC).date().isoformat()
+
+
+def balance_rows(posted: Iterable[Row]) -> list[Row]:
+    """Parameters of ADD_TO_BALANCE from the rows of POSTED_BY_LEAF: one per leaf and budget window."""
+    return [
+        (tenant, application, key, alias, window, microusd, tokens)
+        for tenant, application, key, alias, names, microusd, tokens in posted
+        for window in names.split(_WINDOW_SEPARATOR)
+        if window
+    ]
+
+
+def recent_takes(rows: Iterable[Row]) -> list[RecentTake]:
+    """The takes of RECENT_TAKES, net of returns; those returned wholly are left out."""
+    found: list[RecentTake] = []
+    for tenant, at_ms, takes, returns in rows:
+        found += net_takes(tenant, at_ms, _decode_takes(takes), _decode_takes(returns) if returns else ())
+    return found
+
+
+def net_takes(tenant: str, at_ms: Millis, takes: Iterable[BucketTake], returns: Iterable[BucketTake]) -> Iterable[RecentTake]:
+    """One hold's takes less what its settlement returned; those returned wholly are left out."""
+    returned = {(back.application, back.key, back.alias, back.limit): back.units for back in returns}
+    for take in takes:
+        units = take.units - returned.get((take.application, take.key, take.alias, take.limit), 0)
+        if units > 0:
+            yield RecentTake(tenant, take.application, take.key, take.alias, take.limit, units, at_ms)
+
+
+def stored_execution(row: Row) -> StoredExecution:
+    """A row of LATEST_EXECUTION or OPEN_EXECUTIONS as the port's value."""
+    tenant, request_id, execution, digest, input_held, max_output, choices, held, version, application, key = row[:11]
+    attempt, replica, delivered_max, delivered_tokens, ended_at_ms = row[11:16]
+    return StoredExecution(
+        id=ExecutionId(tenant, request_id, execution),
+        body_digest=digest,
+        record=_generation_record(row[16:], request_id, execution, dispatched=attempt is not None),
+        open=ended_at_ms is None,
+        attempt=attempt or 0,
+        replica=replica,
+        delivered_max=delivered_max or 0,
+        delivered_tokens=delivered_tokens or 0,
+        input_tokens_held=input_held,
+        max_output_tokens=max_output,
+        choices=choices,
+        held_microusd=held,
+        price_version=version,
+        application=application,
+        key=key,
+        ended_at_ms=ended_at_ms,
+    )
+
+
+def _generation_record(row: Row, request_id: str, execution: int, *, dispatched: bool) -> GenerationRecord:
+    generation_id, alias, revision, status, reason, input_tokens, cached, output, cost, basis = row[:10]
+    *timing, error_code, error_detail = row[10:]
+    if status is None:
+        open_status = Status.RUNNING if dispatched else Status.QUEUED
+        return GenerationRecord(generation_id, request_id, execution, alias, revision, open_status)
+    return GenerationRecord(
+        generation_id,
+        request_id,
+        execution,
+        alias,
+        revision,
+        Status(status),
+        FinishReason(reason),
+        input_tokens,
+        cached,
+        output,
+        cost,
+        Basis(basis) if basis is not None else None,
+        posted=True,
+        timing=Timing(*timing),
+        error_code=error_code,
+        error_detail=error_detail,
+    )
+
+
+def check_groups(group_by: Sequence[str]) -> None:
+    """Raises InvalidRequest unless every name is a column that usage can be grouped by."""
+    for name in group_by:
+        if name not in USAGE_GROUPS:
+            raise errors.InvalidRequest(
+                "Usage cannot be grouped by this.", members={"field": "group_by", "accepted": list(USAGE_GROUPS)}
+            )
+
+
+def usage_statement(query: UsageQuery) -> tuple[str, Row]:
+    """The sums of a query and its parameters. Raises InvalidRequest for an unknown group."""
+    check_groups(query.group_by)
+    bounds = (("tenant = ?", query.tenant), ("at_ms >= ?", query.from_ms), ("at_ms < ?", query.to_ms))
+    where = " AND ".join(text for text, value in bounds if value is not None) or "1 = 1"
+    groups = ", ".join(query.group_by)
+    grouping = f" GROUP BY {groups} ORDER BY {groups}" if groups else ""
+    columns = f"{groups}, " if groups else ""
+    sums = (
+        "count(*), sum(tenant_input_tokens), sum(tenant_cached_input_tokens), sum(tenant_output_tokens), "
+        "sum(cost_microusd), sum(platform_microusd)"
+    )
+    statement = f"SELECT {columns}{sums} FROM ledger_settlement WHERE {where}{grouping}"
+    return statement, tuple(value for _, value in bounds if value is not None)
+
+
+def usage_rows(query: UsageQuery, rows: Iterable[Row]) -> list[UsageRow]:
+    """The rows of a usage statement as the port's values; nothing found is no row."""
+    width = len(query.group_by)
+    return [UsageRow(dict(zip(query.group_by, row, strict=False)), *row[width:]) for row in rows if row[width]]

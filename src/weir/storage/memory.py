@@ -1,0 +1,318 @@
+"""The stores in memory, with the semantics of the durable ones: for the simulator, and as the yardstick of the contract suites.
+
+An object outlives its users: a new `open_epoch` on it is a restart. Hooks let a simulator make it slow, failing, or lose the
+answer of a write. It must never accept what the durable stores refuse, nor the reverse.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from weir import errors
+from weir.core.endings import Status
+from weir.core.ledger.records import EndRecord, ExecutionId, HoldRecord, LedgerRecord, SettleRecord, StepRecord
+from weir.core.tenancy import Limits, Scope
+from weir.messages import GenerationRecord
+from weir.ports import (
+    AuditEntry,
+    Catalog,
+    CatalogChange,
+    LeafBalance,
+    RecentTake,
+    Recovery,
+    StoredExecution,
+    UsageQuery,
+    UsageRow,
+)
+from weir.storage.ledger_rows import check_groups, day_of, net_takes
+from weir.units import Millis
+
+Operation: TypeAlias = Literal["open_epoch", "write", "find_execution", "usage", "count_rejections"]
+Delay: TypeAlias = Callable[[Operation], Awaitable[None]]
+Fault: TypeAlias = Callable[[Operation], Exception | None]
+_Leaf: TypeAlias = tuple[str, str, str, str, str]
+
+
+async def _no_delay(operation: Operation) -> None:
+    """The default hook: at once."""
+
+
+def _no_fault(operation: Operation) -> Exception | None:
+    """The default hook: nothing fails."""
+    return None
+
+
+class MemoryLedger:
+    """LedgerStore in memory.
+
+    delay: awaited before each operation takes effect; writes stay in order. fault: an exception to raise instead of the
+    operation. lost_answer: an exception to raise after a write took effect. All three may be exchanged at any time.
+    """
+
+    def __init__(self, delay: Delay = _no_delay, fault: Fault = _no_fault, lost_answer: Fault = _no_fault) -> None:
+        self.delay = delay
+        self.fault = fault
+        self.lost_answer = lost_answer
+        self.records: list[LedgerRecord] = []
+        """Every durable record in order, late ones too: what checkers read."""
+        self._order = asyncio.Lock()
+        self._epoch = 0
+        self._last_seq = 0
+        self._holds: dict[ExecutionId, HoldRecord] = {}
+        self._latest: dict[tuple[str, str], HoldRecord] = {}
+        self._steps: dict[ExecutionId, StepRecord] = {}
+        self._ends: dict[ExecutionId, EndRecord] = {}
+        self._open: dict[ExecutionId, HoldRecord] = {}
+        self._late = 0
+        self._balances: dict[_Leaf, tuple[int, int]] = {}
+        self._rejections: defaultdict[tuple[str, str, Millis], int] = defaultdict(int)
+
+    async def open_epoch(self, recent_since_ms: Millis) -> Recovery:
+        """Become the writer: epoch + 1, and everything needed to continue."""
+        async with self._order:
+            await self._begin("open_epoch")
+            self._epoch += 1
+            return Recovery(
+                epoch=self._epoch,
+                next_seq=self._last_seq + 1,
+                balances=[LeafBalance(*leaf, *spent) for leaf, spent in sorted(self._balances.items())],
+                open_executions=[self._stored(hold) for hold in self._open.values()],
+                recent_takes=self._recent_takes(recent_since_ms),
+            )
+
+    async def write(self, epoch: int, records: Sequence[LedgerRecord]) -> None:
+        """Write a group, in order, all or nothing. Raises StaleEpoch, or what a hook says."""
+        async with self._order:
+            await self._begin("write")
+            if epoch != self._epoch:
+                raise errors.StaleEpoch()
+            fresh = [record for record in records if record.seq > self._last_seq]
+            self._check(fresh)
+            for record in fresh:
+                self._apply(record)
+            if lost := self.lost_answer("write"):
+                raise lost
+
+    async def find_execution(self, tenant: str, request_id: str) -> StoredExecution | None:
+        """The latest execution of a request id."""
+        await self._begin("find_execution")
+        hold = self._latest.get((tenant, request_id))
+        return self._stored(hold) if hold else None
+
+    async def usage(self, query: UsageQuery) -> list[UsageRow]:
+        """Sums over the rows of ended executions, by the time they ended. Raises InvalidRequest for an unknown group."""
+        check_groups(query.group_by)
+        await self._begin("usage")
+        sums: defaultdict[tuple[str, ...], list[int]] = defaultdict(lambda: [0] * 6)
+        for execution, end in self._ends.items():
+            if _selected(query, end):
+                columns = _usage_columns(self._holds[execution], end)
+                total = sums[tuple(columns[name] for name in query.group_by)]
+                total[:] = map(sum, zip(total, _amounts(end), strict=True))
+        return [UsageRow(dict(zip(query.group_by, group, strict=True)), *total) for group, total in sorted(sums.items())]
+
+    async def late_records(self) -> int:
+        """How many ends came for an execution that had none open."""
+        return self._late
+
+    async def count_rejections(self, counts: Sequence[tuple[str, str, Millis, int]]) -> None:
+        """Add (tenant, code, minute as wall-clock ms, number) to the rejection counters."""
+        await self._begin("count_rejections")
+        for tenant, code, minute_ms, number in counts:
+            self._rejections[tenant, code, minute_ms] += number
+
+    async def rejections(self, tenant: str | None = None) -> list[tuple[str, str, Millis, int]]:
+        """The rejection counters, by tenant, code and minute."""
+        return [(*key, number) for key, number in sorted(self._rejections.items()) if tenant in (None, key[0])]
+
+    async def aclose(self) -> None:
+        """Nothing to close: the object stays readable, and opens again."""
+
+    async def _begin(self, operation: Operation) -> None:
+        await self.delay(operation)
+        if fault := self.fault(operation):
+            raise fault
+
+    def _check(self, records: Sequence[LedgerRecord]) -> None:
+        held = set[ExecutionId]()
+        last_seq = 0
+        for record in records:
+            assert record.seq > last_seq, "records are written in the order of their numbers"
+            last_seq = record.seq
+            if isinstance(record, HoldRecord):
+                assert record.id not in self._holds and record.id not in held, "an execution is held once"
+                held.add(record.id)
+            elif isinstance(record, StepRecord):
+                assert record.id in self._holds or record.id in held, "a step's hold is written before it"
+
+    def _apply(self, record: LedgerRecord) -> None:
+        self._last_seq = record.seq
+        self.records.append(record)
+        execution = record.id
+        if isinstance(record, HoldRecord):
+            self._holds[execution] = self._open[execution] = record
+            latest = self._latest.get((execution.tenant, execution.request_id))
+            if latest is None or latest.id.execution < execution.execution:
+                self._latest[execution.tenant, execution.request_id] = record
+        elif isinstance(record, StepRecord):
+            self._steps[execution] = record
+        elif (hold := self._open.pop(execution, None)) is None:
+            self._late += 1
+        else:
+            self._ends[execution] = record
+            self._post(hold, record)
+
+    def _post(self, hold: HoldRecord, end: EndRecord) -> None:
+        if not isinstance(end, SettleRecord):
+            return
+        tokens = end.tenant_input_tokens + end.tenant_output_tokens
+        for take in hold.windows if end.cost_microusd + tokens else ():
+            leaf = (hold.id.tenant, hold.application, hold.key, hold.alias, take.window)
+            spent_microusd, spent_tokens = self._balances.get(leaf, (0, 0))
+            self._balances[leaf] = (spent_microusd + end.cost_microusd, spent_tokens + tokens)
+
+    def _recent_takes(self, since_ms: Millis) -> list[RecentTake]:
+        found: list[RecentTake] = []
+        for execution, hold in self._holds.items():
+            if hold.at_ms >= since_ms:
+                end = self._ends.get(execution)
+                found += net_takes(execution.tenant, hold.at_ms, hold.takes, end.returns if end else ())
+        return found
+
+    def _stored(self, hold: HoldRecord) -> StoredExecution:
+        step, end = self._steps.get(hold.id), self._ends.get(hold.id)
+        return StoredExecution(
+            id=hold.id,
+            body_digest=hold.body_digest,
+            record=_generation_record(hold, step, end),
+            open=end is None,
+            attempt=step.attempt if step else 0,
+            replica=step.replica if step else None,
+            delivered_max=step.delivered_max if step else 0,
+            delivered_tokens=end.delivered_tokens if isinstance(end, SettleRecord) else 0,
+            input_tokens_held=hold.input_tokens,
+            max_output_tokens=hold.max_output_tokens,
+            choices=hold.choices,
+            held_microusd=hold.held_microusd,
+            price_version=hold.price_version,
+            application=hold.application,
+            key=hold.key,
+            ended_at_ms=end.at_ms if end else None,
+        )
+
+
+def _generation_record(hold: HoldRecord, step: StepRecord | None, end: EndRecord | None) -> GenerationRecord:
+    settled = end if isinstance(end, SettleRecord) else None
+    record = GenerationRecord(
+        hold.generation_id,
+        hold.id.request_id,
+        hold.id.execution,
+        hold.alias,
+        hold.revision,
+        Status.RUNNING if step else Status.QUEUED,
+    )
+    if end is None:
+        return record
+    return GenerationRecord(
+        record.generation_id,
+        record.request_id,
+        record.execution,
+        record.alias,
+        record.revision,
+        end.status,
+        end.finish_reason,
+        settled.input_tokens if settled else 0,
+        settled.cached_input_tokens if settled else 0,
+        settled.output_tokens if settled else 0,
+        settled.cost_microusd if settled else 0,
+        settled.basis if settled else None,
+        posted=True,
+        timing=end.timing,
+        error_code=end.error_code,
+        error_detail=end.error_detail,
+    )
+
+
+def _selected(query: UsageQuery, end: EndRecord) -> bool:
+    return (
+        query.tenant in (None, end.id.tenant)
+        and (query.from_ms is None or end.at_ms >= query.from_ms)
+        and (query.to_ms is None or end.at_ms < query.to_ms)
+    )
+
+
+def _usage_columns(hold: HoldRecord, end: EndRecord) -> dict[str, str]:
+    return {
+        "tenant": hold.id.tenant,
+        "application": hold.application,
+        "key": hold.key,
+        "alias": hold.alias,
+        "revision": hold.revision,
+        "day": day_of(end.at_ms),
+        "status": end.status.value,
+        "workload_class": hold.workload_class,
+    }
+
+
+def _amounts(end: EndRecord) -> tuple[int, int, int, int, int, int]:
+    """Requests, the tenant's input, cached input and output tokens, its cost, the platform's."""
+    if not isinstance(end, SettleRecord):
+        return 1, 0, 0, 0, 0, 0
+    tenant_tokens = (end.tenant_input_tokens, end.tenant_cached_input_tokens, end.tenant_output_tokens)
+    return 1, *tenant_tokens, end.cost_microusd, end.platform_microusd
+
+
+_KEY_OF: Mapping[str, Callable[[Any], tuple[str, ...]]] = {
+    "tenants": lambda tenant: (tenant.name,),
+    "applications": lambda application: (application.tenant, application.name),
+    "keys": lambda key: (key.id,),
+    "admin_keys": lambda key: (key.id,),
+    "aliases": lambda alias: (alias.name,),
+    "revisions": lambda revision: (revision.id,),
+    "pools": lambda pool: (pool.name,),
+}
+
+
+class MemoryCatalog:
+    """ControlStore in memory."""
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._entities: dict[str, dict[tuple[str, ...], Any]] = {name: {} for name in _KEY_OF}
+        self._limits: dict[Scope, Limits] = {}
+        self._audit: list[AuditEntry] = []
+
+    async def load(self) -> Catalog:
+        """The whole catalog, each sequence ordered by key."""
+        return Catalog(
+            version=self._version,
+            limits=sorted(self._limits.items(), key=lambda entry: _scope_key(entry[0])),
+            **{name: [values[key] for key in sorted(values)] for name, values in self._entities.items()},
+        )
+
+    async def apply(self, expected_version: int, change: CatalogChange) -> int:
+        """Apply a change if the catalog is still at expected_version; the new version. Raises AlreadyExists when it is not."""
+        if expected_version != self._version:
+            raise errors.AlreadyExists(f"The catalog is not at version {expected_version} any more.")
+        for name, key_of in _KEY_OF.items():
+            self._entities[name] |= {key_of(value): value for value in getattr(change, name)}
+        for scope, limits in change.limits:
+            self._limits.pop(scope, None)
+            if not limits.is_empty:
+                self._limits[scope] = limits
+        self._audit.append(change.audit)
+        self._version += 1
+        return self._version
+
+    async def audit(self, limit: int, before_ms: Millis | None = None) -> list[AuditEntry]:
+        """The newest audit entries, newest first; before_ms: only those before that time."""
+        oldest_first = sorted(self._audit, key=lambda entry: entry.at_ms)
+        return [entry for entry in reversed(oldest_first) if before_ms is None or entry.at_ms < before_ms][:limit]
+
+    async def aclose(self) -> None:
+        """Nothing to close: the object stays readable."""
+
+
+def _scope_key(scope: Scope) -> tuple[str, str, str, str]:
+    return scope.tenant, scope.application or "", scope.key or "", scope.alias or ""

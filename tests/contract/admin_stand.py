@@ -1,0 +1,215 @@
+"""A served management API on memory stores with the demonstration catalog: what its suites share."""
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2
+import uvicorn
+
+from weir import errors
+from weir.api.admin import AdminParts, create_admin_app
+from weir.control.bootstrap import DEMO_PRICE, bootstrap, draft_keys
+from weir.control.cell_view import PoolReport, ReplicaReport
+from weir.control.commands import Commands
+from weir.control.declared_models import DeclaredModels
+from weir.core.endings import FinishReason, Status
+from weir.core.ledger.records import ExecutionId, HoldRecord, SettleRecord, StepRecord, Timing
+from weir.core.metering import Basis, InputBasis
+from weir.core.registry.model import Alias, EngineKind, Pool, Revision
+from weir.core.registry.snapshot import Snapshot
+from weir.core.tenancy import Role, ServiceClass
+from weir.messages import GenerationRecord
+from weir.ports import Acknowledgement
+from weir.storage.memory import MemoryCatalog, MemoryLedger
+
+NOON_MS = 1_700_049_600_000  # 2023-11-15T12:00:00Z
+REVISION = Revision("small-1", EngineKind.SIMULATED, "row", 4_096, 1_024, 200, DEMO_PRICE)
+MODELS = DeclaredModels((REVISION,), (Alias("assistant", "small-1", 256),), (Pool("small", "small-1", 1, 4),))
+
+
+class ManualClock:
+    """Stands at noon until it is moved."""
+
+    now_ms = NOON_MS
+
+    def monotonic_ns(self) -> int:
+        return self.now_ms * 1_000_000
+
+    def wall_ms(self) -> int:
+        return self.now_ms
+
+
+class SeededEntropy:
+    """Repeatable bytes."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(1)
+
+    def token(self, size: int) -> bytes:
+        return self._random.randbytes(size)
+
+
+class StandingCell:
+    """A cell that stands still: its answers are fixed."""
+
+    fault: errors.WeirError | None = None
+
+    async def accounts(self, tenant: str) -> Sequence[dict[str, Any]]:
+        if self.fault:
+            raise self.fault
+        row = {"limit_name": "concurrency", "limit": 5, "held": 2, "spent": 0, "resets_at": None}
+        return [{"scope": {"tenant": tenant}, **row}]
+
+    async def open_holds(self, tenant: str) -> int:
+        return 2
+
+    async def replicas(self) -> Sequence[ReplicaReport]:
+        capabilities = {"cache_salt": True, "continuous_usage": False, "counts_tokens": True}
+        url = "http://127.0.0.1:9"
+        return [ReplicaReport("r-1", "small", "small-1", "simulated", "ready", url, "m", 4_096, 4, 1, capabilities)]
+
+    async def pools(self) -> Sequence[PoolReport]:
+        return [PoolReport("small", "small-1", 1, 1, 4, 0, 1)]
+
+    async def generation(self, tenant: str, request_id: str) -> GenerationRecord | None:
+        if (tenant, request_id) != ("acme", "r:1"):
+            return None
+        ended = (Status.FAILED, FinishReason.ENGINE_ERROR, 10, 0, 3, 0, Basis.ENGINE, True)
+        timing = Timing(1.5, 20.0, None, 30.0)
+        return GenerationRecord("gen-1", "r:1", 1, "assistant", "small-1", *ended, timing, "engine_error", "It failed.")
+
+
+class Stand:
+    """A served management API with the demonstration catalog. pending: parts that never acknowledge."""
+
+    def __init__(self) -> None:
+        self.pending: tuple[str, ...] = ()
+        self.published: list[Snapshot] = []
+        self.store = MemoryCatalog()
+        self.ledger = MemoryLedger()
+        self.cell = StandingCell()
+        self.clock = ManualClock()
+        self.commands = Commands(self.store, self._publish, self.clock, SeededEntropy())
+        self.app = create_admin_app(AdminParts(self.commands, self.ledger, self.cell, SeededEntropy()))
+        self.keys: dict[Role, str] = {}
+        self.client: httpx2.AsyncClient
+
+    async def _publish(self, snapshot: Snapshot) -> Acknowledgement:
+        self.published.append(snapshot)
+        return Acknowledgement(snapshot.version, self.pending)
+
+    async def prepare(self) -> None:
+        drafted = draft_keys(SeededEntropy())
+        await bootstrap(self.commands, MODELS, drafted)
+        self.keys[Role.OWNER] = drafted["admin"]
+        for role in (Role.VIEWER, Role.OPERATOR, Role.RELEASER, Role.APPROVER):
+            (_, self.keys[role]), _ = await self.commands.create_admin_key("test", role.value, role)
+
+    async def call(
+        self, method: str, path: str, body: Any = None, role: Role | None = Role.OWNER, **options: Any
+    ) -> httpx2.Response:
+        """One request with the role's key."""
+        headers = {"authorization": f"Bearer {self.keys[role]}"} if role else {}
+        if body is not None:
+            options["json"] = body
+        return await self.client.request(method, path, headers=headers | options.pop("headers", {}), **options)
+
+    async def good(self, method: str, path: str, body: Any = None, status: int = 200, **options: Any) -> Any:
+        """A request that must succeed; its JSON."""
+        answer = await self.call(method, path, body, **options)
+        assert answer.status_code == status, answer.text
+        assert answer.headers["content-type"] == "application/json"
+        assert answer.headers["x-request-id"] == answer.headers["request-id"]
+        return answer.json()
+
+    async def bad(self, method: str, path: str, body: Any = None, **options: Any) -> tuple[int, dict[str, Any]]:
+        """A request that must be refused as a problem; status and document."""
+        answer = await self.call(method, path, body, **options)
+        assert answer.headers["content-type"] == "application/problem+json", answer.text
+        document = answer.json()
+        assert document["status"] == answer.status_code and document["type"] and document["title"] and document["detail"]
+        assert answer.headers["x-request-id"] == answer.headers["request-id"]
+        return answer.status_code, document
+
+
+@asynccontextmanager
+async def served(app: Any) -> AsyncIterator[str]:
+    """The app on a free loopback port; its base URL."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, or asyncio leaves Nagle on
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", ws="none", log_level="critical", timeout_graceful_shutdown=1))
+    serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
+        listener.close()
+
+
+@asynccontextmanager
+async def standing() -> AsyncIterator[Stand]:
+    """A prepared stand, served, with a client of it."""
+    made = Stand()
+    await made.prepare()
+    async with served(made.app) as url, httpx2.AsyncClient(base_url=url, timeout=10, verify=False) as made.client:
+        yield made
+
+
+async def book_usage(ledger: MemoryLedger) -> None:
+    """One settled request of acme at noon: 100 tokens in (40 cached), 50 out, 44 micro-dollars."""
+    recovery = await ledger.open_epoch(0)
+    execution = ExecutionId("acme", "r:1", 1)
+    hold = HoldRecord(
+        seq=1,
+        at_ms=NOON_MS,
+        id=execution,
+        generation_id="gen-1",
+        body_digest=b"digest",
+        application="assistant",
+        key="k",
+        alias="assistant",
+        revision="small-1",
+        pool="small",
+        service_class=ServiceClass.INTERACTIVE,
+        workload_class="short",
+        surface="native",
+        stream=True,
+        input_tokens=100,
+        input_basis=InputBasis.EXACT,
+        max_output_tokens=64,
+        choices=1,
+        price_version=1,
+        held_microusd=60,
+        windows=(),
+        takes=(),
+        deadline_at_ms=NOON_MS + 60_000,
+        gateway_session="gateway",
+    )
+    settled = SettleRecord(
+        seq=3,
+        at_ms=NOON_MS,
+        id=execution,
+        attempt=1,
+        replica="r-1",
+        status=Status.COMPLETED,
+        finish_reason=FinishReason.STOP,
+        basis=Basis.ENGINE,
+        input_tokens=100,
+        cached_input_tokens=40,
+        output_tokens=50,
+        delivered_tokens=50,
+        tenant_input_tokens=100,
+        tenant_cached_input_tokens=40,
+        tenant_output_tokens=50,
+        cost_microusd=44,
+        platform_microusd=0,
+        returns=(),
+        timing=Timing(),
+    )
+    await ledger.write(recovery.epoch, [hold, StepRecord(2, execution, 1, "r-1", 64), settled])

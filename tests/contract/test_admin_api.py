@@ -1,0 +1,266 @@
+"""Protects the management API's routes over a real socket: good input, bad input, reports."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from tests.contract.admin_stand import Stand, book_usage, standing
+
+from weir import errors
+from weir.core.tenancy import ENFORCED_LIMITS, PLANNED_LIMITS, Role
+
+
+@pytest.fixture
+async def stand() -> AsyncIterator[Stand]:
+    async with standing() as made:
+        yield made
+
+
+# ── tenants, applications, keys ──────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_tenants_life(stand: Stand) -> None:
+    """Protects the tenant routes, from creation to revocation."""
+    body = {"name": "initech", "time_zone": "Europe/Berlin", "external_allowed": None}
+    created = await stand.good("POST", "/admin/v1/tenants", body, 201)
+    shape = {"time_zone": "Europe/Berlin", "disabled": False, "revoked": False, "external_allowed": False}
+    assert created == {"name": "initech", **shape}
+    assert await stand.good("GET", "/admin/v1/tenants/initech") == created
+    assert [one["name"] for one in (await stand.good("GET", "/admin/v1/tenants"))["tenants"]] == ["acme", "globex", "initech"]
+    changed = await stand.good("PATCH", "/admin/v1/tenants/initech", {"disabled": True, "external_allowed": True})
+    assert changed == created | {"disabled": True, "external_allowed": True}
+    assert stand.published[-1].tenants["initech"].disabled
+    assert (await stand.good("PATCH", "/admin/v1/tenants/initech", {"disabled": False}))["disabled"] is False
+    for _ in range(2):
+        assert (await stand.good("POST", "/admin/v1/tenants/initech/revoke"))["revoked"] is True
+    assert stand.published[-1].tenants["initech"].revoked
+    status, problem = await stand.bad("PATCH", "/admin/v1/tenants/initech", {"disabled": False})
+    assert (status, problem["code"]) == (403, "revoked")
+
+
+BAD_INPUT: tuple[tuple[str, str, Any, str, str | None], ...] = (
+    ("POST", "tenants", {"name": "Bad Name"}, "invalid_request", "name"),
+    ("POST", "tenants", {"name": 5}, "invalid_request", "name"),
+    ("POST", "tenants", {}, "invalid_request", "name"),
+    ("POST", "tenants", None, "invalid_request", "body"),
+    ("POST", "tenants", [], "invalid_request", "body"),
+    ("POST", "tenants", "acme", "invalid_request", "body"),
+    ("POST", "tenants", {"name": "x", "colour": 1}, "invalid_request", "colour"),
+    ("POST", "tenants", {"name": "x", "time_zone": "Mars/Base"}, "invalid_request", "time_zone"),
+    ("POST", "tenants", {"name": "x", "external_allowed": "yes"}, "invalid_request", "external_allowed"),
+    ("POST", "tenants", {"name": "acme"}, "already_exists", None),
+    ("PATCH", "tenants/acme", {"disabled": 1}, "invalid_request", "disabled"),
+    ("PATCH", "tenants/acme", {"name": "x"}, "invalid_request", "name"),
+    ("PATCH", "tenants/acme", {"retention": {"seconds": 1, "bytes": 1}}, "unsupported_field", "retention"),
+    ("PATCH", "tenants/nobody", {"disabled": True}, "not_found", None),
+    ("GET", "tenants/nobody", None, "not_found", None),
+    ("POST", "tenants/nobody/revoke", None, "not_found", None),
+    ("POST", "tenants/acme/applications", {"name": "x", "service_class": "urgent"}, "invalid_request", "service_class"),
+    ("POST", "tenants/acme/applications", {"name": "x", "aliases": "assistant"}, "invalid_request", "aliases"),
+    ("POST", "tenants/acme/applications", {"name": "x", "aliases": [1]}, "invalid_request", "aliases.0"),
+    ("POST", "tenants/acme/applications", {"name": "x", "aliases": ["a b"]}, "invalid_request", "aliases"),
+    ("POST", "tenants/acme/applications", {"name": "assistant"}, "already_exists", None),
+    ("POST", "tenants/nobody/applications", {"name": "x"}, "not_found", None),
+    ("GET", "tenants/nobody/applications", None, "not_found", None),
+    ("GET", "tenants/acme/applications/nothing", None, "not_found", None),
+    ("PATCH", "tenants/acme/applications/assistant", {"service_class": "batch"}, "invalid_request", "service_class"),
+    ("POST", "tenants/acme/applications/nothing/revoke", None, "not_found", None),
+    ("POST", "tenants/acme/applications/nothing/keys", None, "not_found", None),
+    ("POST", "tenants/acme/applications/assistant/keys", {"secret": "mine"}, "invalid_request", "secret"),
+    ("GET", "tenants/acme/applications/nothing/keys", None, "not_found", None),
+    ("DELETE", "tenants/acme/applications/assistant/keys/000000000000", None, "not_found", None),
+    ("POST", "admin-keys", {"actor": "ann"}, "invalid_request", "role"),
+    ("POST", "admin-keys", {"actor": "ann", "role": "king"}, "invalid_request", "role"),
+    ("POST", "admin-keys", {"actor": "A", "role": "viewer"}, "invalid_request", "actor"),
+    ("DELETE", "admin-keys/000000000000", None, "not_found", None),
+    ("PUT", "limits", {"scope": {"tenant": "nobody"}, "concurrency": 1}, "not_found", None),
+    ("PUT", "limits", {"scope": {"tenant": "acme", "alias": "nothing"}, "concurrency": 1}, "not_found", None),
+    ("PUT", "limits", {"scope": {"tenant": "acme", "user": "x"}, "concurrency": 1}, "invalid_request", "user"),
+    ("PUT", "limits", {"scope": {}, "concurrency": 1}, "invalid_request", "scope.tenant"),
+    ("PUT", "limits", {"scope": None}, "invalid_request", "scope"),
+    ("PUT", "limits", {"concurrency": 1}, "invalid_request", "scope"),
+    ("PUT", "limits", {"scope": {"tenant": "acme"}, "concurrency": -1}, "invalid_request", "concurrency"),
+    ("PUT", "limits", {"scope": {"tenant": "acme"}, "concurrency": True}, "invalid_request", "concurrency"),
+    ("PUT", "limits", {"scope": {"tenant": "acme"}, "concurrency": 1.0}, "invalid_request", "concurrency"),
+    ("PUT", "limits", {"scope": {"tenant": "acme"}, "concurrency": "1"}, "invalid_request", "concurrency"),
+    ("PUT", "limits", {"scope": {"tenant": "acme"}, "concurrency": 2**63}, "invalid_request", "concurrency"),
+    ("PUT", "limits", {"scope": {"tenant": "acme"}, "requests": 1}, "invalid_request", "requests"),
+    ("PUT", "limits", {"scope": {"tenant": "acme"}, PLANNED_LIMITS[0]: 1}, "unsupported_field", PLANNED_LIMITS[0]),
+    ("GET", "limits?tenant=nobody", None, "not_found", None),
+    ("GET", "limits?user=x", None, "invalid_request", "user"),
+    ("GET", "usage?tenant=nobody", None, "not_found", None),
+    ("GET", "usage?group_by=colour", None, "invalid_request", "group_by"),
+    ("GET", "usage?group_by=day,day", None, "invalid_request", "group_by"),
+    ("GET", "usage?since=2023-11-15", None, "invalid_request", "since"),
+    ("GET", "usage?from=yesterday", None, "invalid_request", "from"),
+    ("GET", "usage?to=2023-11-15T12:00:00", None, "invalid_request", "to"),
+    ("GET", "usage?from=2023-11-15&to=2023-11-15", None, "invalid_request", "to"),
+    ("GET", "ledger", None, "invalid_request", "tenant"),
+    ("GET", "ledger?tenant=", None, "invalid_request", "tenant"),
+    ("GET", "ledger?tenant=nobody", None, "not_found", None),
+    ("GET", "audit?limit=0", None, "invalid_request", "limit"),
+    ("GET", "audit?limit=many", None, "invalid_request", "limit"),
+    ("GET", "audit?before=never", None, "invalid_request", "before"),
+    ("GET", "generations/acme/unknown", None, "not_found", None),
+    ("GET", "generations/nobody/r:1", None, "not_found", None),
+    ("GET", "generations/globex/r:1", None, "not_found", None),
+    ("GET", "nothing", None, "not_found", None),
+    ("GET", "tenants/", None, "not_found", None),
+    ("DELETE", "limits", None, "method_not_allowed", None),
+)
+
+
+async def test_bad_input_is_a_problem_that_names_the_field(stand: Stand) -> None:
+    """Protects every route from bad input: code, status, field, what is accepted, and nothing changed."""
+    version = (await stand.store.load()).version
+    for method, path, body, code, field in BAD_INPUT:
+        status, problem = await stand.bad(method, f"/admin/v1/{path}", body)
+        assert (problem["code"], problem.get("field")) == (code, field), (method, path, body)
+        assert status == errors.ERROR_BY_CODE[code].http_status
+        assert ("accepted" in problem) is (code == "invalid_request")
+    assert (await stand.store.load()).version == version
+
+
+async def test_an_applications_life(stand: Stand) -> None:
+    """Protects the application routes, and that no aliases means every one."""
+    path = "/admin/v1/tenants/acme/applications"
+    body = {"name": "reports", "service_class": "batch", "aliases": ["assistant"]}
+    created = await stand.good("POST", path, body, 201)
+    assert created == {"tenant": "acme", **body, "revoked": False}
+    assert await stand.good("GET", f"{path}/reports") == created
+    every = await stand.good("PATCH", f"{path}/reports", {"aliases": None})
+    assert every == {name: value for name, value in created.items() if name != "aliases"}
+    assert await stand.good("PATCH", f"{path}/reports", {}) == every
+    assert (await stand.good("PATCH", f"{path}/reports", {"aliases": []}))["aliases"] == []
+    names = [entry["name"] for entry in (await stand.good("GET", path))["applications"]]
+    assert names == ["assistant", "batch-jobs", "reports"]
+    assert (await stand.good("POST", path, {"name": "plain"}, 201))["service_class"] == "interactive"
+    assert (await stand.good("POST", f"{path}/reports/revoke"))["revoked"] is True
+    assert stand.published[-1].applications["acme", "reports"].revoked
+
+
+async def test_a_keys_life_shows_its_secret_once(stand: Stand) -> None:
+    """Protects the key routes: the secret is in one answer only."""
+    path = "/admin/v1/tenants/acme/applications/assistant/keys"
+    created = await stand.good("POST", path, status=201)
+    secret = created.pop("secret")
+    assert stand.published[-1].authenticate(secret).key == created["id"]
+    assert created == {"id": created["id"], "tenant": "acme", "application": "assistant", "revoked": False}
+    assert created in (await stand.good("GET", path))["keys"]
+    assert await stand.good("DELETE", f"{path}/{created['id']}") == created | {"revoked": True}
+    with pytest.raises(errors.Revoked):
+        stand.published[-1].authenticate(secret)
+    other = "/admin/v1/tenants/globex/applications/assistant/keys"
+    assert (await stand.bad("DELETE", f"{other}/{created['id']}"))[0] == 404
+
+
+async def test_admin_keys_are_made_used_and_revoked(stand: Stand) -> None:
+    """Protects administrators' credentials and the actor of the audit trail."""
+    created = await stand.good("POST", "/admin/v1/admin-keys", {"actor": "zoe", "role": "operator"}, 201)
+    stand.keys[Role.OPERATOR] = created.pop("secret")
+    await stand.good("POST", "/admin/v1/tenants", {"name": "initech"}, 201, role=Role.OPERATOR)
+    [entry] = (await stand.good("GET", "/admin/v1/audit?limit=1"))["entries"]
+    assert (entry["actor"], entry["action"], entry["subject"]) == ("zoe", "tenant.create", "initech")
+    assert created in (await stand.good("GET", "/admin/v1/admin-keys"))["admin_keys"]
+    assert (await stand.good("DELETE", f"/admin/v1/admin-keys/{created['id']}"))["revoked"] is True
+    status, problem = await stand.bad("GET", "/admin/v1/tenants", role=Role.OPERATOR)
+    assert (status, problem["code"]) == (403, "revoked")
+    owner = next(key for key in (await stand.good("GET", "/admin/v1/admin-keys"))["admin_keys"] if key["role"] == "owner")
+    assert (await stand.bad("DELETE", f"/admin/v1/admin-keys/{owner['id']}"))[1]["code"] == "forbidden"
+
+
+# ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_limits_merge_and_read_back_as_set(stand: Stand) -> None:
+    """Protects the contract of PUT and GET limits."""
+    scope = {"tenant": "acme", "application": "assistant", "alias": "assistant"}
+    await stand.good("PUT", "/admin/v1/limits", {"scope": scope, "concurrency": 0, "tokens_per_minute": 2**63 - 1})
+    entry = await stand.good("PUT", "/admin/v1/limits", {"scope": scope, "concurrency": None, "requests_per_minute": 7})
+    assert entry == {"scope": scope, "tokens_per_minute": 2**63 - 1, "requests_per_minute": 7}
+    query = {"tenant": "acme", "application": "assistant"}
+    assert await stand.good("GET", "/admin/v1/limits", params=query | {"key": ""}) == {"limits": [entry]}
+    both = (await stand.good("GET", "/admin/v1/limits?tenant=acme"))["limits"]
+    assert [found["scope"] for found in both] == [{"tenant": "acme"}, scope]
+    removed = dict.fromkeys((*ENFORCED_LIMITS, *PLANNED_LIMITS))
+    assert await stand.good("PUT", "/admin/v1/limits", {"scope": scope, **removed}) == {"scope": scope}
+    assert await stand.good("GET", "/admin/v1/limits", params=query) == {"limits": []}
+
+
+async def test_a_key_alone_names_its_application_in_the_entry(stand: Stand) -> None:
+    """Protects a key's limit: it is stored where admission looks."""
+    path = "/admin/v1/tenants/acme/applications/assistant/keys"
+    [key] = (await stand.good("GET", path))["keys"]
+    entry = await stand.good("PUT", "/admin/v1/limits", {"scope": {"tenant": "acme", "key": key["id"]}, "concurrency": 2})
+    assert entry["scope"] == {"tenant": "acme", "application": "assistant", "key": key["id"]}
+
+
+async def test_a_change_that_a_part_has_not_acknowledged_answers_202_with_the_whole_result(stand: Stand) -> None:
+    """Protects a caller from losing a secret when a part of the cell is slow."""
+    stand.pending = ("gateway-2",)
+    path = "/admin/v1/tenants/acme/applications/assistant/keys"
+    created = await stand.good("POST", path, status=202)
+    assert created["pending"] == ["gateway-2"] and created["secret"]
+    entry = await stand.good("PUT", "/admin/v1/limits", {"scope": {"tenant": "acme"}, "concurrency": 2}, 202)
+    assert entry["pending"] == ["gateway-2"] and entry["concurrency"] == 2
+    assert "pending" not in (await stand.good("GET", "/admin/v1/limits?tenant=acme"))["limits"][0]
+
+
+# ── reports ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_usage_sums_by_group_within_the_half_open_range(stand: Stand) -> None:
+    """Protects the usage report: sums, columns, range."""
+    await book_usage(stand.ledger)
+    sums = {
+        "requests": 1,
+        "input_tokens": 100,
+        "cached_input_tokens": 40,
+        "output_tokens": 50,
+        "cost_microusd": 44,
+        "platform_cost_microusd": 0,
+    }
+    query = {"tenant": "acme", "group_by": "application,key,alias,revision,day"}
+    group = {"application": "assistant", "key": "k", "alias": "assistant", "revision": "small-1", "day": "2023-11-15"}
+    assert await stand.good("GET", "/admin/v1/usage", params=query) == {"rows": [group | sums]}
+    assert (await stand.good("GET", "/admin/v1/usage"))["rows"] == [sums]
+    for range_of_time, number in (
+        ({"from": "2023-11-15", "to": "2023-11-16"}, 1),
+        ({"from": "2023-11-16"}, 0),
+        ({"to": "2023-11-15"}, 0),
+        ({"from": "2023-11-15T13:00:00+01:00"}, 1),
+        ({"to": "2023-11-15T12:00:00Z"}, 0),
+        ({"to": "2023-11-15t12:00:00.001z"}, 1),
+    ):
+        answer = await stand.good("GET", "/admin/v1/usage", params={"group_by": "tenant"} | range_of_time)
+        assert len(answer["rows"]) == number, range_of_time
+    assert (await stand.good("GET", "/admin/v1/usage?tenant=globex&group_by=tenant"))["rows"] == []
+
+
+async def test_the_cell_is_shown_as_it_stands(stand: Stand) -> None:
+    """Protects the reports that come from the running cell."""
+    ledger = await stand.good("GET", "/admin/v1/ledger?tenant=acme")
+    account = {"scope": {"tenant": "acme"}, "kind": "concurrency", "limit": 5, "held": 2, "spent": 0, "resets_at": None}
+    assert ledger == {"accounts": [account], "open_holds": 2}
+    [replica] = (await stand.good("GET", "/admin/v1/replicas"))["replicas"]
+    assert (replica["state"], replica["concurrency"], replica["running"]) == ("ready", 4, 1)
+    assert replica["capabilities"] == {"cache_salt": True, "continuous_usage": False, "counts_tokens": True}
+    [pool] = (await stand.good("GET", "/admin/v1/pools"))["pools"]
+    assert (pool["name"], pool["replicas"], pool["ready"]) == ("small", 1, 1)
+    record = await stand.good("GET", "/admin/v1/generations/acme/r:1")
+    assert (record["id"], record["status"], record["finish_reason"]) == ("gen-1", "failed", "engine_error")
+    assert record["usage"]["output_tokens"] == 3 and record["usage"]["settlement"] == "posted"
+    assert record["timing"] == {"queue_ms": 1.5, "ttft_ms": 20.0, "tpot_ms": None, "total_ms": 30.0}
+    assert record["error"] == {"code": "engine_error", "detail": "It failed."}
+
+
+async def test_the_audit_trail_pages_backwards_in_time(stand: Stand) -> None:
+    """Protects the audit trail: order, form and continuation."""
+    for number in range(3):
+        stand.clock.now_ms += 1_000
+        await stand.good("POST", "/admin/v1/tenants", {"name": f"tenant-{number}"}, 201)
+    newest = (await stand.good("GET", "/admin/v1/audit?limit=1"))["entries"]
+    assert (newest[0]["subject"], newest[0]["at"]) == ("tenant-2", "2023-11-15T12:00:03.000Z")
+    assert newest[0]["summary"] == {"external_allowed": False, "time_zone": "UTC"}
+    earlier = (await stand.good("GET", "/admin/v1/audit", params={"limit": 1, "before": newest[0]["at"]}))["entries"]
+    assert earlier[0]["subject"] == "tenant-1"

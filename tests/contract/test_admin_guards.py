@@ -1,0 +1,181 @@
+"""Protects what holds on every route of the management API: roles, secrets, the form of problems, bounds."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from tests.contract.admin_stand import Stand, standing
+
+from weir import errors
+from weir.api.admin_bodies import parse_time
+from weir.core.tenancy import ENFORCED_LIMITS, Role
+
+
+@pytest.fixture
+async def stand() -> AsyncIterator[Stand]:
+    async with standing() as made:
+        yield made
+
+
+# ── roles and secrets ────────────────────────────────────────────────────────────────────────────────────────────────
+
+READS = (
+    "tenants",
+    "tenants/acme",
+    "tenants/acme/applications",
+    "tenants/acme/applications/assistant",
+    "tenants/acme/applications/assistant/keys",
+    "limits",
+    "usage",
+    "ledger?tenant=acme",
+    "replicas",
+    "pools",
+    "audit",
+    "generations/acme/r:1",
+)
+CHANGES: tuple[tuple[str, str, Any], ...] = (
+    ("POST", "tenants", {"name": "fresh"}),
+    ("PATCH", "tenants/acme", {"disabled": False}),
+    ("POST", "tenants/acme/applications", {"name": "fresh"}),
+    ("PATCH", "tenants/acme/applications/assistant", {"aliases": None}),
+    ("POST", "tenants/acme/applications/batch-jobs/revoke", None),
+    ("POST", "tenants/acme/applications/assistant/keys", None),
+    ("DELETE", "tenants/acme/applications/assistant/keys/{key}", None),
+    ("PUT", "limits", {"scope": {"tenant": "acme"}, "concurrency": 9}),
+)
+OWNERS: tuple[tuple[str, str, Any], ...] = (
+    ("GET", "admin-keys", None),
+    ("POST", "admin-keys", {"actor": "ann", "role": "viewer"}),
+    ("DELETE", "admin-keys/{admin_key}", None),
+    ("POST", "tenants/globex/revoke", None),
+)
+
+
+@pytest.mark.parametrize("role", [None, *Role])
+async def test_each_role_may_do_its_own_and_nothing_more(stand: Stand, role: Role | None) -> None:
+    """Protects the role matrix, on every route."""
+    catalog = await stand.store.load()
+    names = {
+        "key": next(key.id for key in catalog.keys if (key.tenant, key.application) == ("acme", "assistant")),
+        "admin_key": next(key.id for key in catalog.admin_keys if key.role is Role.APPROVER),
+    }
+    may_read, may_change = role is not None, role not in (None, Role.VIEWER)
+    requests = [("GET", path, None, may_read) for path in READS]
+    requests += [(method, path, body, may_change) for method, path, body in CHANGES]
+    requests += [(method, path, body, role is Role.OWNER) for method, path, body in OWNERS]
+    for method, path, body, allowed in requests:
+        answer = await stand.call(method, "/admin/v1/" + path.format(**names), body, role)
+        refused = 401 if role is None else 403
+        assert (answer.status_code in (200, 201)) is allowed, (method, path, answer.text)
+        if not allowed:
+            assert answer.status_code == refused, (method, path)
+            assert answer.json()["code"] == ("unauthenticated" if role is None else "forbidden")
+            assert answer.headers.get("www-authenticate") == ("Bearer" if role is None else None)
+
+
+async def test_the_role_matrix_covers_every_route(stand: Stand) -> None:
+    """Protects the role matrix from forgetting a new route."""
+    document = await stand.good("GET", "/admin/openapi.json", role=None)
+    routes = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    covered = len(READS) + len(CHANGES) + len(OWNERS)
+    assert len(routes) == covered
+
+
+@pytest.mark.parametrize("credential", ["Bearer nonsense", "Basic abc", "Bearer", "weir", "Bearer weir-0-0"])
+async def test_other_credentials_are_unauthenticated(stand: Stand, credential: str) -> None:
+    """Protects authentication from whatever is not an admin key."""
+    status, problem = await stand.bad("GET", "/admin/v1/tenants", role=None, headers={"authorization": credential})
+    assert (status, problem["code"]) == (401, "unauthenticated")
+
+
+async def test_an_api_key_is_no_admin_key(stand: Stand) -> None:
+    """Protects administration from tenants' keys."""
+    path = "/admin/v1/tenants/acme/applications/assistant/keys"
+    secret = (await stand.good("POST", path, status=201))["secret"]
+    status, _ = await stand.bad("GET", "/admin/v1/tenants", role=None, headers={"authorization": f"Bearer {secret}"})
+    assert status == 401
+
+
+async def test_no_answer_shows_a_digest_or_a_stored_secret(stand: Stand) -> None:
+    """Protects secrets and digests."""
+    catalog = await stand.store.load()
+    digests = [key.secret_sha256.hex() for key in catalog.keys] + [key.secret_sha256.hex() for key in catalog.admin_keys]
+    for path in (*READS, "admin-keys"):
+        text = (await stand.call("GET", f"/admin/v1/{path}")).text
+        assert "sha256" not in text and "secret" not in text
+        assert not any(hidden in text for hidden in (*digests, *stand.keys.values()))
+
+
+# ── form ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_bodies_that_are_no_json_are_problems(stand: Stand) -> None:
+    """Protects the parser from malformed and hostile bodies."""
+    json_type = {"content-type": "application/json"}
+    for content in (b"{", b"\xff\xfe", b"{} {}", b"[" * 100_000, b'{"name": ' + b"9" * 5_000 + b"}"):
+        status, problem = await stand.bad("POST", "/admin/v1/tenants", content=content, headers=json_type)
+        assert (status, problem["code"]) == (400, "invalid_request"), content[:10]
+    status, problem = await stand.bad("POST", "/admin/v1/tenants", content=b'{"name": "x"}')
+    assert (status, problem["field"]) == (400, "body")
+    nan = b'{"scope": {"tenant": "acme"}, "concurrency": NaN}'
+    assert (await stand.bad("PUT", "/admin/v1/limits", content=nan, headers=json_type))[1]["field"] == "concurrency"
+
+
+async def test_a_body_beyond_a_mebibyte_is_refused_whether_announced_or_not(stand: Stand) -> None:
+    """Protects memory from large bodies."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(17):
+            yield b" " * 65_536
+
+    for content in (b" " * (1024 * 1024 + 1), pieces()):
+        status, problem = await stand.bad(
+            "POST", "/admin/v1/tenants", content=content, headers={"content-type": "application/json"}
+        )
+        assert (status, problem["code"], problem["limit_bytes"]) == (413, "request_too_large", 1024 * 1024)
+
+
+async def test_a_wrong_method_names_all_that_the_path_takes(stand: Stand) -> None:
+    """Protects the Allow header of a path with several routes."""
+    answer = await stand.call("PUT", "/admin/v1/tenants/acme")
+    assert (answer.status_code, answer.json()["code"]) == (405, "method_not_allowed")
+    assert answer.json()["allowed"] == ["GET", "PATCH"] and answer.headers["allow"] == "GET, PATCH"
+
+
+async def test_a_store_that_fails_answers_503_with_a_time_to_come_back(stand: Stand) -> None:
+    """Protects clients from guessing when to come back."""
+    stand.cell.fault = errors.LedgerUnavailable(retry_after_ms=1_500)
+    answer = await stand.call("GET", "/admin/v1/ledger?tenant=acme")
+    assert (answer.status_code, answer.json()["code"]) == (503, "ledger_unavailable")
+    assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("2", "1500")
+
+
+async def test_a_bug_is_a_problem_without_its_text(stand: Stand) -> None:
+    """Protects the inside of the platform from showing in an answer."""
+    stand.ledger.fault = lambda operation: RuntimeError("inner text")
+    status, problem = await stand.bad("GET", "/admin/v1/usage")
+    assert (status, problem["code"]) == (500, "internal_error") and "inner text" not in json.dumps(problem)
+
+
+async def test_the_document_describes_every_route_and_no_page_loads_from_elsewhere(stand: Stand) -> None:
+    """Protects the OpenAPI document, and browsers from foreign scripts."""
+    document = await stand.good("GET", "/admin/openapi.json", role=None)
+    assert document["openapi"].startswith("3.1") and "HTTPValidationError" not in json.dumps(document)
+    limits = document["components"]["schemas"]["LimitsBody"]
+    assert set(limits["properties"]) == {"scope", *ENFORCED_LIMITS} and limits["additionalProperties"] is False
+    for page in ("/docs", "/redoc", "/admin/docs"):
+        assert (await stand.call("GET", page)).status_code == 404
+
+
+@pytest.mark.parametrize("text", ["1970-01-01", "1970-01-01T00:00:00Z", "1970-01-01T01:00:00.0+01:00"])
+def test_times_mean_the_same_instant_in_each_form(text: str) -> None:
+    """Protects the meaning of times and dates."""
+    assert parse_time("from", text) == 0
+
+
+@pytest.mark.parametrize("text", ["", "19700101", "1970-13-01", "1970-01-01T00:00Z", "0", "1970-01-01T00:00:00+25:00"])
+def test_other_forms_of_time_are_refused(text: str) -> None:
+    """Protects ranges from times that could be read in two ways."""
+    with pytest.raises(errors.InvalidRequest):
+        parse_time("from", text)

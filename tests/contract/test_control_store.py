@@ -1,0 +1,138 @@
+"""The contract of ControlStore, on memory and on SQLite: every field comes back, versions fence, the audit is in order."""
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import closing
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from tests.contract.stores import KINDS, T0_MS, AnyCatalog, Cell
+
+from weir import errors
+from weir.core.metering import Price
+from weir.core.registry.model import Alias, EngineKind, Pool, Revision
+from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Role, Scope, ServiceClass, Tenant
+from weir.ports import AuditEntry, Catalog, CatalogChange
+from weir.units import INT64_MAX
+
+AUDIT = AuditEntry(T0_MS, "ada", "tenant.create", "acme", '{"time_zone": "Europe/Berlin"}')
+FULL = CatalogChange(
+    AUDIT,
+    tenants=[Tenant("acme", "Europe/Berlin", disabled=True, revoked=True, external_allowed=True), Tenant("globex")],
+    applications=[
+        Application("acme", "all"),
+        Application("acme", "none", aliases=frozenset()),
+        Application("acme", "some", ServiceClass.BATCH, frozenset({"b", "a"}), revoked=True),
+    ],
+    keys=[ApiKey("0a", "acme", "all", b"\x00\xff" * 16, revoked=True), ApiKey("0b", "acme", "some", b"2" * 32)],
+    admin_keys=[AdminKey("0c", "ada", Role.APPROVER, b"3" * 32, revoked=True)],
+    aliases=[Alias("assistant", "rev-1", 256)],
+    revisions=[
+        Revision("rev-1", EngineKind.LLAMACPP, "/models/a b.gguf", 2_048, 1_024, 128, Price(3, 200_000, 50_000, INT64_MAX)),
+        Revision("rev-2", EngineKind.OPENAI, "served", 8, 4, 2, Price(1, 0, 0, 0), chat=False, external=True, revoked=True),
+    ],
+    pools=[
+        Pool("pool-1", "rev-1", 2, 4),
+        Pool("pool-2", "rev-2", 0, 1, ("http://127.0.0.1:1",), on_demand=True, idle_stop_ms=5),
+    ],
+    limits=[
+        (Scope("acme"), Limits(1, 2, 0, INT64_MAX)),
+        (Scope("acme", alias="assistant"), Limits(concurrency=3)),
+        (Scope("acme", "all"), Limits(tokens_per_minute=5)),
+        (Scope("acme", "all", "0a", "assistant"), Limits(spend_microusd_lifetime=0)),
+    ],
+)
+
+
+@pytest.fixture(params=KINDS)
+def cell(request: pytest.FixtureRequest, tmp_path: Path) -> Cell:
+    return Cell(request.param, tmp_path)
+
+
+@pytest.fixture
+async def catalog(cell: Cell) -> AsyncIterator[AnyCatalog]:
+    async with cell.catalog() as opened:
+        yield opened
+
+
+def content(catalog: Catalog | CatalogChange) -> dict[str, list[object]]:
+    return {
+        field.name: list(getattr(catalog, field.name)) for field in fields(catalog) if field.name not in ("version", "audit")
+    }
+
+
+async def test_every_field_comes_back_after_a_restart(cell: Cell) -> None:
+    """Protects: what is set is what is read, each field of each kind, ordered by key."""
+    async with cell.catalog() as before:
+        assert await before.load() == Catalog(version=0, **{name: [] for name in content(FULL)})
+        assert await before.apply(0, FULL) == 1
+    async with cell.catalog() as after:
+        loaded = await after.load()
+        assert loaded.version == 1
+        assert content(loaded) == content(FULL)
+        assert await after.audit(10) == [AUDIT]
+
+
+async def test_a_change_replaces_by_key_and_touches_nothing_else(catalog: AnyCatalog) -> None:
+    """Protects: rows are replaced whole by their key; an entry without limits removes its row."""
+    await catalog.apply(0, FULL)
+    tenant = Tenant("acme", "UTC")
+    scope = Scope("acme")
+    change = CatalogChange(
+        AUDIT,
+        tenants=[tenant],
+        keys=[replace(FULL.keys[1], revoked=True)],
+        limits=[(scope, Limits(concurrency=9)), (Scope("acme", "all"), Limits())],
+    )
+    assert await catalog.apply(1, change) == 2
+    loaded = await catalog.load()
+    assert loaded.tenants == [tenant, Tenant("globex")]
+    assert [key.revoked for key in loaded.keys] == [True, True]
+    assert loaded.limits == [(scope, Limits(concurrency=9)), *FULL.limits[1:2], *FULL.limits[3:]]
+    assert (loaded.applications, loaded.revisions) == (list(FULL.applications), list(FULL.revisions))
+
+
+async def test_a_change_on_another_version_is_refused_whole(catalog: AnyCatalog) -> None:
+    """Protects: two administrators cannot overwrite each other unseen: one wins, the other leaves no trace."""
+    await catalog.apply(0, FULL)
+    for stale in (0, 2):
+        with pytest.raises(errors.AlreadyExists):
+            await catalog.apply(stale, CatalogChange(replace(AUDIT, actor="eve"), tenants=[Tenant("evil")]))
+    loaded = await catalog.load()
+    assert (loaded.version, content(loaded)) == (1, content(FULL))
+    assert await catalog.audit(10) == [AUDIT]
+
+
+async def test_of_concurrent_changes_one_wins(catalog: AnyCatalog) -> None:
+    """Protects: of changes made on the same version at once exactly one is applied."""
+    changes = [CatalogChange(AUDIT, tenants=[Tenant(f"t{i}")]) for i in range(5)]
+    answers = await asyncio.gather(*(catalog.apply(0, change) for change in changes), return_exceptions=True)
+    assert sorted(type(answer).__name__ for answer in answers) == ["AlreadyExists"] * 4 + ["int"]
+    assert len((await catalog.load()).tenants) == 1
+
+
+async def test_the_audit_trail_is_newest_first(catalog: AnyCatalog) -> None:
+    """Protects: audit pages are newest first, also within one millisecond, and go on before a time."""
+    entries = [AuditEntry(T0_MS + i // 2, "ada", f"act{i}", "acme", "{}") for i in range(6)]
+    for version, entry in enumerate(entries):
+        await catalog.apply(version, CatalogChange(entry))
+    assert await catalog.audit(3) == [entries[5], entries[4], entries[3]]
+    assert await catalog.audit(10, before_ms=T0_MS + 2) == [entries[3], entries[2], entries[1], entries[0]]
+    assert await catalog.audit(10, before_ms=T0_MS) == []
+
+
+async def test_a_lock_makes_the_catalog_unavailable_only_while_it_lasts(tmp_path: Path) -> None:
+    """Protects: a foreign lock refuses changes with our own error, loads go on, and nothing needs a restart."""
+    cell = Cell("sqlite", tmp_path, lock_wait_ms=50)
+    async with cell.catalog() as catalog:
+        with closing(sqlite3.connect(cell.path, isolation_level=None)) as foreign:
+            foreign.execute("BEGIN IMMEDIATE")
+            with pytest.raises(errors.LedgerUnavailable):
+                await catalog.apply(0, FULL)
+            assert (await catalog.load()).version == 0
+            foreign.execute("ROLLBACK")
+        assert await catalog.apply(0, FULL) == 1
+    with pytest.raises(errors.LedgerUnavailable):
+        await catalog.load()

@@ -1,0 +1,373 @@
+"""Every way in which an OpenAI-shaped server can answer or break ends as the right output, fault or capability."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from tests.contract.engine_servers import (
+    CONTEXT_TOKENS,
+    DONE,
+    HEAD,
+    ScriptedServer,
+    Sink,
+    Wire,
+    stop_confirmed,
+    text_chunk,
+    usage_of,
+)
+
+from weir.core.endings import FinishReason
+from weir.core.registry.model import EngineKind
+from weir.core.request import Message, Sampling
+from weir.engines.llamacpp import LlamaCppEngine
+from weir.engines.openai_compatible import OpenAICompatibleEngine
+from weir.errors import EngineError, EngineFault, EngineRejected, ReplicaLost, Stalled
+from weir.messages import ReplicaAddress
+from weir.ports import Delta, EngineCall, EngineEnd, EngineUsage
+
+CONVERSATION = (Message("system", "Be brief."), Message("user", "Count to ten, please."))
+
+
+# ── what servers do to us ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _run_script(
+    script: Callable[[Wire, dict[str, Any]], Awaitable[None]], *, chat: bool = True, idle_ms: int = 20_000, **server: Any
+) -> Sink:
+    """One generation against a script."""
+    async with ScriptedServer(script, **server).running() as running:
+        engine = OpenAICompatibleEngine(idle_ms=idle_ms)
+        sink = Sink()
+        run = engine.start(EngineCall(running.address(model="m"), 0, "zebra", chat, 9, Sampling()), sink)
+        await sink.end()
+        await stop_confirmed(run)
+        await engine.aclose()
+    return sink
+
+
+def _stream(*payloads: bytes | dict[str, Any], end: bool = True) -> Callable[[Wire, dict[str, Any]], Awaitable[None]]:
+    """A script that sends these events, and ends cleanly or resets the connection."""
+
+    async def script(wire: Wire, body: dict[str, Any]) -> None:
+        await wire.raw(HEAD)
+        await wire.events(*payloads)
+        await (wire.end() if end else _reset(wire))
+
+    return script
+
+
+async def _reset(wire: Wire) -> None:
+    await asyncio.sleep(0.05)  # so that what was written is read before the reset discards it
+    wire.cut()
+
+
+def _chat(text: str | None, finish: str | None = None, **extra: Any) -> dict[str, Any]:
+    return text_chunk(text, finish, chat=True, **extra)
+
+
+def timed(predicted: int) -> dict[str, Any]:
+    """llama.cpp's timings, as far as they count tokens."""
+    return {"predicted_n": predicted, "predicted_ms": 1.5}
+
+
+ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": None}, "finish_reason": None}]}
+USAGE = {"choices": [], **usage_of(7, 2, 3)}
+STOPPED = _chat(None, "stop")
+
+
+@pytest.mark.parametrize("split", [0, 1])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
+async def test_any_cut_and_line_end(split: int, line_end: bytes) -> None:
+    """The same reply, however it is cut, also inside a character, and whatever ends its lines."""
+    script = _stream(ROLE, _chat("za"), _chat("\u017c\U0001f600"), STOPPED, USAGE, DONE)
+    sink = await _run_script(script, split=split, line_end=line_end)
+    assert [delta.text for delta in sink.deltas if delta.text] == ["za", "\u017c\U0001f600"]
+    assert sink.ends == [EngineEnd(FinishReason.STOP, EngineUsage(7, 3, 2), None, 2)]
+
+
+async def test_one_call_per_read() -> None:
+    """All deltas that arrive together reach the sink in one call."""
+
+    async def script(wire: Wire, body: dict[str, Any]) -> None:
+        await wire.raw(HEAD + wire.framed(*[b'{"choices":[{"delta":{"content":"x"}}]}'] * 30) + wire.framed(DONE))
+
+    sink = await _run_script(script)
+    assert [len(batch) for batch in sink.batches] == [30]
+
+
+@pytest.mark.parametrize("last", [DONE, b"{"])
+async def test_cancel_from_within_a_call(last: bytes) -> None:
+    """A sink that cancels on its first output hears nothing more, also where the end arrived in the same read."""
+
+    async def script(wire: Wire, body: dict[str, Any]) -> None:
+        await wire.raw(HEAD + wire.framed(b'{"choices":[{"delta":{"content":"x"},"finish_reason":"stop"}]}', last) + b"0\r\n\r\n")
+
+    async with ScriptedServer(script).running() as server:
+        engine = OpenAICompatibleEngine()
+        sink = Sink(on_first=lambda: run.cancel())
+        run = engine.start(EngineCall(server.address(), 0, "x", True, 9, Sampling()), sink)
+        await sink.begun()
+        await stop_confirmed(run)
+        await engine.aclose()
+        assert sink.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("stop", FinishReason.STOP),
+        ("length", FinishReason.LENGTH),
+        ("tool_calls", FinishReason.TOOL_CALLS),
+        ("function_call", FinishReason.TOOL_CALLS),
+        ("content_filter", FinishReason.CONTENT_FILTER),
+        ("", FinishReason.STOP),
+        ("none", FinishReason.STOP),
+    ],
+)
+async def test_finish_reasons(name: str, reason: FinishReason) -> None:
+    """Known reasons are ours; what some servers write for none is an ordinary stop at the end mark."""
+    assert (await _run_script(_stream(_chat("a", name), DONE))).ends == [EngineEnd(reason, None)]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "deltas", "usage"),
+    [
+        ([text_chunk("a"), text_chunk("", "stop", **usage_of(3, 1))], [Delta("a"), Delta("", 1)], EngineUsage(3, 0, 1)),
+        ([text_chunk("a"), text_chunk("b", "stop")], [Delta("a"), Delta("b")], None),
+        (
+            [text_chunk("", timings=timed(0)), text_chunk("ab", timings=timed(2)), text_chunk("", "stop")],
+            [Delta("ab", 2)],
+            None,
+        ),
+        (
+            [text_chunk("a", **usage_of(3, 2)), text_chunk("b", "stop", **usage_of(3, 2, 9))],
+            [Delta("a", 2), Delta("b", 2)],
+            EngineUsage(3, 3, 2),
+        ),
+        ([text_chunk("", "stop", usage=None, timings=None, error=None)], [], None),
+    ],
+)
+async def test_counts(chunks: list[dict[str, Any]], deltas: list[Delta], usage: EngineUsage | None) -> None:
+    """Usage on the last chunk or on every chunk, llama.cpp's timings, or no count at all: each is taken as it is meant."""
+    sink = await _run_script(_stream(*chunks, DONE), chat=False)
+    assert sink.deltas == deltas and sink.ends[0].usage == usage
+
+
+async def test_an_end_without_a_mark() -> None:
+    """A clean end after the finish reason is an end, and so is a cut after the usage."""
+    for chunks, end in (([_chat("a"), STOPPED], True), ([_chat("a"), STOPPED, USAGE], False)):
+        assert (await _run_script(_stream(*chunks, end=end))).ends[0].reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("script", "fault", "text"),
+    [
+        (_stream(_chat("a"), end=False), ReplicaLost, "a"),
+        (_stream(_chat("a"), STOPPED, end=False), ReplicaLost, "a"),
+        (_stream(_chat("a")), EngineError, "a"),
+        (_stream(_chat("a"), DONE), EngineError, "a"),
+        (_stream(_chat("a", "")), EngineError, "a"),
+        (_stream(), EngineError, ""),
+        (_stream(_chat("a"), _chat("b", "exploded"), DONE), EngineError, "a"),
+        (_stream(_chat("a"), {"error": {"message": "zebra", "type": "zebra stripes"}}, DONE), EngineError, "a"),
+        (_stream(_chat("a"), {"error": "zebra"}), EngineError, "a"),
+        (_stream(_chat("a"), b"{"), EngineError, "a"),
+        (_stream(_chat("a"), b'{"choices": [{"text": 1}]}'), EngineError, "a"),
+        (_stream(_chat("a"), b'{"choices": [{"text": "\\ud800"}]}'), EngineError, "a"),
+        (_stream(_chat("a"), b'{"choices": [{"text": "\xff"}]}'), EngineError, "a"),
+        (_stream(_chat("a"), usage_of(-1, 1)), EngineError, "a"),
+        (_stream(_chat("a"), b"x" * 2_000_000), EngineError, "a"),
+        (_stream(_chat("a"), {"error": {"type": "exceed_context_size_error", "n_ctx": 5}}), EngineRejected, "a"),
+    ],
+)
+async def test_broken_streams(
+    script: Callable[[Wire, dict[str, Any]], Awaitable[None]], fault: type[EngineFault], text: str
+) -> None:
+    """What came before the fault is delivered; the fault is the right one and repeats nothing of what the engine said."""
+    sink = await _run_script(script)
+    [end] = sink.ends
+    assert type(end.fault) is fault and sink.text == text
+    assert "zebra" not in end.fault.detail
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "fault", "words"),
+    [
+        (400, {"error": {"message": "zebra", "type": "BadRequestError"}}, EngineRejected, "400 (BadRequestError)"),
+        (400, {"error": {"type": "exceed_context_size_error", "n_prompt_tokens": 9, "n_ctx": 5}}, EngineRejected, "9 tokens"),
+        (422, {"detail": ["zebra"]}, EngineRejected, "422"),
+        (400, {"message": "zebra", "type": "zebra stripes"}, EngineRejected, "400"),
+        (413, "zebra", EngineRejected, "413"),
+        (401, {"error": {"type": "authentication_error"}}, EngineError, "401 (authentication_error)"),
+        (404, {}, EngineError, "404"),
+        (429, {}, EngineError, "429"),
+        (500, {"error": {"message": "zebra", "type": "InternalServerError"}}, EngineError, "500 (InternalServerError)"),
+        (503, {"error": {"message": "Loading model", "type": "unavailable_error"}}, EngineError, "503 (unavailable_error)"),
+        (302, {}, EngineError, "302"),
+    ],
+)
+async def test_refusals(status: int, content: Any, fault: type[EngineFault], words: str) -> None:
+    """A refusal of the request is one; what is wrong with the replica or our standing there is an engine error."""
+
+    async def script(wire: Wire, body: dict[str, Any]) -> None:
+        await wire.answer(status, content)
+
+    [end] = (await _run_script(script)).ends
+    assert type(end.fault) is fault and words in end.fault.detail
+    assert "zebra" not in end.fault.detail + repr(end.fault.members)
+
+
+async def test_the_engines_numbers_of_a_refusal() -> None:
+    """A refusal for length carries the engine's own numbers."""
+
+    async def script(wire: Wire, body: dict[str, Any]) -> None:
+        await wire.answer(400, {"error": {"type": "exceed_context_size_error", "n_prompt_tokens": 9, "n_ctx": 5}})
+
+    [end] = (await _run_script(script)).ends
+    assert end.fault is not None and dict(end.fault.members) == {"n_prompt_tokens": 9, "n_ctx": 5}
+
+
+@pytest.mark.parametrize("when", ["before the head", "before a chunk", "after a chunk", "behind comments"])
+async def test_silence(when: str) -> None:
+    """Silence beyond the bound is Stalled, in every phase; comments are no sign of life."""
+    gone = asyncio.Event()
+
+    async def script(wire: Wire, body: dict[str, Any]) -> None:
+        await wire.raw(b"" if when == "before the head" else HEAD)
+        if when == "after a chunk":
+            await wire.events(_chat("a"))
+        try:
+            while not wire.is_cut:  # bounded by the client's patience
+                await asyncio.sleep(0.01)
+                if when == "behind comments":
+                    await wire.raw(b"3\r\n:\n\n\r\n")
+        finally:
+            gone.set()
+
+    [end] = (await _run_script(script, idle_ms=150)).ends
+    assert type(end.fault) is Stalled
+    assert gone.is_set()
+
+
+async def test_a_paused_run_is_not_silent() -> None:
+    """The bound of silence doesn't run while we ourselves don't read."""
+
+    async with ScriptedServer(_stream(_chat("a"), STOPPED, USAGE, DONE)).running() as server:
+        engine = OpenAICompatibleEngine(idle_ms=300)
+        sink = Sink()
+        run = engine.start(EngineCall(server.address(), 0, "x", True, 9, Sampling()), sink)
+        run.pause()
+        await asyncio.sleep(0.7)  # two bounds pass while paused
+        assert sink.calls == 0
+        run.resume()
+        assert (await sink.end()).reason is FinishReason.STOP
+        await engine.aclose()
+
+
+async def test_what_is_sent() -> None:
+    """Exactly our own fields and headers go to an engine, and only what its replica can take."""
+    sampling = Sampling(temperature=0.5, top_p=0.9, seed=7, stop=("x",), presence_penalty=0.1, frequency_penalty=0.2)
+    async with ScriptedServer().running() as server:
+        engine = OpenAICompatibleEngine()
+        plain = server.address(model="m")
+        able = server.address(model="m", api_key="k", continuous_usage=True, cache_salt=True)
+        for call in (
+            EngineCall(plain, 0, "hi", True, 2, Sampling(), cache_salt="salt"),
+            EngineCall(able, 0, "hi", False, 2, sampling, cache_salt="salt"),
+            EngineCall(able, 0, CONVERSATION, True, 2, Sampling()),
+        ):
+            sink = Sink()
+            engine.start(call, sink)
+            await sink.end()
+        await engine.aclose()
+    bodies = [body for _, body in server.requests]
+    common = {"model": "m", "max_tokens": 2, "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    assert bodies[0] == {**common, "messages": [{"role": "user", "content": "hi"}], "stream_options": {"include_usage": True}}
+    assert bodies[1] == {
+        **common, "prompt": "hi", "stream_options": options, "cache_salt": "salt", "temperature": 0.5, "top_p": 0.9, "seed": 7,
+        "stop": ["x"], "presence_penalty": 0.1, "frequency_penalty": 0.2,
+    }  # fmt: skip
+    assert bodies[2]["messages"][0] == {"role": "system", "content": "Be brief."} and "cache_salt" not in bodies[2]
+    heads = [head for head, _ in server.requests]
+    assert heads[0].startswith(b"POST /v1/chat/completions ") and heads[1].startswith(b"POST /v1/completions ")
+    assert b"Authorization" not in heads[0] and b"Authorization: Bearer k\r\n" in heads[1]
+
+
+async def test_nobody_listens() -> None:
+    """A refused connection is a lost replica that runs nothing, told later and never from within start."""
+    for engine in (OpenAICompatibleEngine(), LlamaCppEngine()):
+        sink = Sink()
+        address = ReplicaAddress("r", "p", "v", EngineKind.OPENAI, "http://127.0.0.1:1/v1", "m", 1)
+        run = engine.start(EngineCall(address, 0, "x", True, 1, Sampling()), sink)
+        assert sink.calls == 0
+        assert type((await sink.end()).fault) is ReplicaLost
+        await stop_confirmed(run)
+        with pytest.raises(ReplicaLost):
+            await engine.probe(address)
+        await engine.aclose()
+
+
+# ── probes and counts ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_probing_vllm() -> None:
+    """A vLLM is found with its model, its window and all it can do, also behind a URL that ends in /v1."""
+    async with ScriptedServer().running() as server:
+        engine = OpenAICompatibleEngine()
+        server.url += "/v1/"
+        found = await engine.probe(server.address())
+        assert found == server.address(
+            model="m", context_tokens=CONTEXT_TOKENS, counts_tokens=True, continuous_usage=True, cache_salt=True
+        )
+        with pytest.raises(EngineError):
+            await engine.probe(server.address(model="another"))
+        await engine.aclose()
+    assert server.generating == 0
+
+
+async def test_probing_a_bare_server() -> None:
+    """A server with nothing beside completions is healthy, keeps its configured name and window, and can't do anything more."""
+    async with ScriptedServer(dialect="bare").running() as server:
+        engine = OpenAICompatibleEngine()
+        address = server.address(model="m", context_tokens=9)
+        assert await engine.probe(address) == address
+        assert await engine.count_input(address, "a", False) is None
+        await engine.aclose()
+
+
+async def test_probing_while_it_loads() -> None:
+    """A replica that answers 503 is not ready."""
+
+    class _Loading(ScriptedServer):
+        async def _answer(self, path: bytes, wire: Wire, body: dict[str, Any]) -> None:
+            await wire.answer(503, {"error": {"message": "Loading model"}})
+
+    async with _Loading().running() as server:
+        for engine in (OpenAICompatibleEngine(), LlamaCppEngine()):
+            with pytest.raises(EngineError):
+                await engine.probe(server.address())
+            await engine.aclose()
+
+
+async def test_counts_are_few_at_a_time() -> None:
+    """At most four counts run at once on a replica; those that cannot be answered in time are None."""
+    most = running = 0
+
+    class _Slow(ScriptedServer):
+        async def _answer(self, path: bytes, wire: Wire, body: dict[str, Any]) -> None:
+            nonlocal most, running
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0.05 if body["prompt"] == "a" else 0.5)
+            running -= 1
+            await wire.answer(200, {"count": 3})
+
+    async with _Slow().running() as server:
+        engine = OpenAICompatibleEngine()
+        address = server.address()
+        counts = await asyncio.gather(*(engine.count_input(address, "a", False) for _ in range(40)))
+        assert most == 4 and set(counts) == {3, None}
+        assert await engine.count_input(address, "b", False) is None
+        await engine.aclose()

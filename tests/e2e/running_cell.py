@@ -1,0 +1,95 @@
+"""A real `weir up` process for tests: started on free ports, asked over HTTP, stopped by pid, nothing left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+START_S = 60.0
+STOP_S = 20.0
+
+
+@dataclass
+class RunningCell:
+    """A started cell. ready: the ready file's content; log: everything that it wrote to its standard streams."""
+
+    process: subprocess.Popen[bytes]
+    ready: dict[str, Any]
+    state: Path
+    log: Path
+
+    @property
+    def api(self) -> str:
+        """Base URL of the tenant API."""
+        return str(self.ready["api"])
+
+    def key(self, tenant: str = "acme", application: str = "assistant") -> str:
+        """A bootstrap API key."""
+        owner = next(entry for entry in self.ready["tenants"] if entry["name"] == tenant)
+        return str(next(entry["key"] for entry in owner["applications"] if entry["name"] == application))
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Signal it and wait for its exit status; killed after a bound."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(STOP_S)
+            raise AssertionError(f"the cell did not exit within {STOP_S} s after {number.name}: {self.tail()}") from None
+
+    def tail(self) -> str:
+        """The end of what it printed."""
+        return self.log.read_text(errors="replace")[-4_000:]
+
+
+def start_cell(state: Path, *arguments: str, engine: Sequence[str] = ("simulated",), config: str = "") -> RunningCell:
+    """Start a cell and wait until its ready file is there."""
+    state.parent.mkdir(parents=True, exist_ok=True)
+    ready_file, log = state.with_suffix(".ready.json"), state.with_suffix(".log")
+    ready_file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "weir.cli.main", "up", "--state", str(state), "--listen", "127.0.0.1:0"]
+    command += ["--ready-file", str(ready_file), *arguments]
+    for name in engine:
+        command += ["--engine", name]
+    if config:
+        config_file = state.with_suffix(".toml")
+        config_file.write_text(config)
+        command += ["--config", str(config_file)]
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+    cell = RunningCell(process, {}, state, log)
+    deadline = time.monotonic() + START_S
+    while not ready_file.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            kill_if_running(process)
+            raise AssertionError(f"the cell did not start: {cell.tail()}")
+        time.sleep(0.02)
+    cell.ready = json.loads(ready_file.read_text())
+    return cell
+
+
+def kill_if_running(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that may be gone already."""
+    if process.poll() is None:
+        os.kill(process.pid, signal.SIGKILL)
+    process.wait(STOP_S)
+
+
+@contextmanager
+def running_cell(state: Path, *arguments: str, engine: Sequence[str] = ("simulated",), config: str = "") -> Iterator[RunningCell]:
+    """A cell for the length of a block; it must exit cleanly at the end."""
+    cell = start_cell(state, *arguments, engine=engine, config=config)
+    try:
+        yield cell
+    finally:
+        status = cell.stop()
+    assert status == 0, f"exit status {status}: {cell.tail()}"

@@ -1,0 +1,380 @@
+"""The book of accounts under any order of admissions, endings and changed limits, against a plain re-count of every hold."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from weir import errors
+from weir.core.ledger.book import Balance, Book, LimitStanding, Standing, Taken
+from weir.core.ledger.records import LIFETIME_WINDOW, BucketTake, WindowTake
+from weir.core.metering import NO_CHARGE, Charge, Worst
+from weir.core.tenancy import Limits, Scope, Scopes, scopes_of
+from weir.units import NANOS_PER_MINUTE, NANOS_PER_SECOND
+
+CALLERS = [
+    scopes_of("acme", "web", "k1", "large"),
+    scopes_of("acme", "web", "k2", "small"),
+    scopes_of("acme", "jobs", "k3", "large"),
+    scopes_of("globex", "web", "k4", "large"),
+]
+SCOPES = sorted({scope for scopes in CALLERS for scope in scopes}, key=repr)
+MINUTE_LIMITS = ("requests_per_minute", "tokens_per_minute")
+
+LIMITS = st.builds(
+    Limits,
+    requests_per_minute=st.none() | st.integers(0, 6),
+    tokens_per_minute=st.none() | st.integers(0, 120),
+    concurrency=st.none() | st.integers(0, 4),
+    spend_microusd_lifetime=st.none() | st.integers(0, 400),
+)
+WORSTS = st.builds(Worst, st.integers(0, 40), st.integers(1, 40), st.integers(0, 100))
+ERROR_OF_LIMIT = {
+    "requests_per_minute": errors.RequestsLimited,
+    "tokens_per_minute": errors.TokensLimited,
+    "concurrency": errors.ConcurrencyLimited,
+    "spend_microusd_lifetime": errors.BudgetExhausted,
+}
+
+
+@dataclass(frozen=True)
+class Hold:
+    scopes: Scopes
+    worst: Worst
+    taken: Taken
+
+
+class Recount(RuleBasedStateMachine):
+    """Protects the ledger's invariants under any interleaving: from every hold and charge it re-counts what the book shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book, self.now_ns, self.number = Book(), 0, 0
+        self.limits: dict[Scope, Limits] = {}
+        self.open: dict[int, Hold] = {}
+        self.posted: list[tuple[Scopes, Charge]] = []
+
+    # ── what the book shows, and what it must show ───────────────────────────────────────────────────────────────────
+
+    def rows(self) -> dict[tuple[str, str], dict[str, Any]]:
+        shown = [row for tenant in ("acme", "globex") for row in self.book.accounts_of(tenant, self.now_ns)]
+        return {(repr(row["scope"]), row["limit_name"]): row for row in shown}
+
+    def everything_shown(self) -> object:
+        balances = [self.book.balance_of(scope) for scope in SCOPES]
+        standings = [self.book.standing(scopes, self.now_ns) for scopes in CALLERS]
+        return self.rows(), balances, standings, self.book.open_holds
+
+    def recounted(self, scope: Scope) -> Balance:
+        held = [hold.worst for hold in self.open.values() if scope in hold.scopes]
+        spent = [charge for scopes, charge in self.posted if scope in scopes]
+        return Balance(
+            held_microusd=sum(worst.cost_microusd for worst in held),
+            spent_microusd=sum(charge.cost_microusd for charge in spent),
+            held_tokens=sum(worst.tokens for worst in held),
+            spent_tokens=sum(charge.tenant_tokens for charge in spent),
+        )
+
+    def in_flight(self, scope: Scope) -> int:
+        return sum(scope in hold.scopes for hold in self.open.values())
+
+    def expected_refusal(self, scopes: Scopes, worst: Worst) -> tuple[type[errors.WeirError], Scope] | None:
+        """The first limit that refuses, by the policy's words alone."""
+        rows = self.rows()
+        for scope in scopes:
+            for name in ERROR_OF_LIMIT:
+                limit = getattr(self.limits.get(scope, Limits()), name)
+                if limit is None:
+                    continue
+                row = rows[repr(scope.public()), name]
+                needed = {"tokens_per_minute": worst.tokens, "spend_microusd_lifetime": worst.cost_microusd}.get(name, 1)
+                if limit == 0:
+                    return ERROR_OF_LIMIT[name], scope
+                if needed > limit:
+                    return errors.ExceedsLimitCapacity, scope
+                if row["held"] + row["spent"] + needed > limit:
+                    return ERROR_OF_LIMIT[name], scope
+        return None
+
+    # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @initialize(limits=st.dictionaries(st.sampled_from(SCOPES), LIMITS, max_size=4))
+    def begin(self, limits: dict[Scope, Limits]) -> None:
+        self.change_limits(limits)
+
+    @rule(limits=st.dictionaries(st.sampled_from(SCOPES), LIMITS, max_size=4))
+    def change_limits(self, limits: dict[Scope, Limits]) -> None:
+        """A whole new set: scopes that are absent become unlimited."""
+        self.limits = limits
+        self.book.set_limits(limits, self.now_ns)
+
+    @rule(scope=st.sampled_from(SCOPES), entry=LIMITS)
+    def change_one(self, scope: Scope, entry: Limits) -> None:
+        before = {key: row["spent"] for key, row in self.rows().items() if key[1] in MINUTE_LIMITS}
+        self.change_limits({**self.limits, scope: entry})
+        for key, row in self.rows().items():
+            if key in before:  # a limit that stays keeps its level, clamped
+                assert row["spent"] == min(before[key], row["limit"])
+
+    @rule(elapsed_ns=st.integers(0, 70 * NANOS_PER_SECOND))
+    def wait(self, elapsed_ns: int) -> None:
+        self.now_ns += elapsed_ns
+
+    @rule(scopes=st.sampled_from(CALLERS), worst=WORSTS)
+    def admit(self, scopes: Scopes, worst: Worst) -> None:
+        expected = self.expected_refusal(scopes, worst)
+        before = self.everything_shown()
+        refusal = self.book.check(scopes, worst, self.now_ns)
+        assert self.everything_shown() == before
+        if expected is not None or refusal is not None:
+            assert expected is not None
+            assert refusal is not None
+            self.check_refusal(refusal, *expected)
+            return
+        self.number += 1
+        taken = self.book.take(self.number, scopes, worst, self.now_ns)
+        self.open[self.number] = Hold(scopes, worst, taken)
+        assert taken.windows == (WindowTake(LIFETIME_WINDOW, worst.cost_microusd, worst.tokens),)
+        self.check_limits_in_force(scopes)
+
+    def check_refusal(self, refusal: errors.WeirError, expected: type[errors.WeirError], scope: Scope) -> None:
+        assert type(refusal) is expected
+        assert refusal.members["scope"] == scope.public()
+        if isinstance(refusal, errors.ExceedsLimitCapacity):
+            assert refusal.members["needed"] > refusal.members["capacity"]
+            assert refusal.retry_after_ms is None
+            return
+        name = next(name for name, error in ERROR_OF_LIMIT.items() if error is expected)
+        row = self.rows()[repr(scope.public()), name]
+        assert refusal.members["limit"] == row["limit"] == getattr(self.limits[scope], name)
+        assert refusal.members["held"] == row["held"]
+        if name != "concurrency":
+            assert refusal.members["used"] == row["spent"]
+        waiting_helps = name != "spend_microusd_lifetime" and row["limit"] > 0
+        assert (refusal.retry_after_ms is not None) == waiting_helps
+        assert refusal.retry_advice is (None if waiting_helps else False)
+
+    def check_limits_in_force(self, scopes: Scopes) -> None:
+        rows = self.rows()
+        for scope in scopes:
+            for limit in fields(Limits):
+                row = rows.get((repr(scope.public()), limit.name))
+                assert row is None or row["held"] + row["spent"] <= row["limit"]
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.open)))
+        hold = self.open.pop(number)
+        charge = Charge(
+            data.draw(st.integers(0, hold.worst.input_tokens)),
+            0,
+            data.draw(st.integers(0, hold.worst.output_tokens)),
+            data.draw(st.integers(0, hold.worst.cost_microusd)),
+            0,
+            False,
+        )
+        self.post(number, hold, charge)
+
+    def post(self, number: int, hold: Hold, charge: Charge) -> None:
+        returns = self.book.end(number, charge, self.now_ns)
+        self.posted.append((hold.scopes, charge))
+        unused_tokens = hold.worst.tokens - charge.tenant_tokens
+        taken = {(take.application, take.key, take.alias, take.limit) for take in hold.taken.takes}
+        for back in returns:
+            assert (back.application, back.key, back.alias, back.limit) in taken
+            assert back.limit == "tokens_per_minute"
+            assert 0 < back.units <= unused_tokens
+
+    @precondition(lambda self: self.posted)
+    @rule(data=st.data())
+    def forgive(self, data: st.DataObject) -> None:
+        """A settlement that never became durable costs nothing after all."""
+        scopes, charge = self.posted.pop(data.draw(st.integers(0, len(self.posted) - 1)))
+        self.book.forgive(scopes, charge.cost_microusd, charge.tenant_tokens)
+
+    # ── what always holds ────────────────────────────────────────────────────────────────────────────────────────────
+
+    @invariant()
+    def balances_are_the_sums_over_holds_and_charges(self) -> None:
+        for scope in SCOPES:
+            assert self.book.balance_of(scope) == self.recounted(scope)
+        for tenant in ("acme", "globex"):
+            assert self.book.open_holds_of(tenant) == self.in_flight(Scope(tenant))
+        assert self.book.open_holds == len(self.open)
+
+    @invariant()
+    def every_limit_is_shown_as_set(self) -> None:
+        set_limits = {
+            (repr(scope.public()), limit.name): getattr(entry, limit.name)
+            for scope, entry in self.limits.items()
+            for limit in fields(entry)
+            if getattr(entry, limit.name) is not None
+        }
+        assert {key: row["limit"] for key, row in self.rows().items()} == set_limits
+
+    @invariant()
+    def each_row_shows_what_is_counted(self) -> None:
+        rows = self.rows()
+        for scope, entry in self.limits.items():
+            if entry.concurrency is not None:
+                row = rows[repr(scope.public()), "concurrency"]
+                assert (row["held"], row["spent"]) == (self.in_flight(scope), 0)
+            if entry.spend_microusd_lifetime is not None:
+                row = rows[repr(scope.public()), "spend_microusd_lifetime"]
+                counted = self.recounted(scope)
+                assert (row["held"], row["spent"]) == (counted.held_microusd, counted.spent_microusd)
+
+    @invariant()
+    def headers_show_the_tightest_bucket(self) -> None:
+        rows = self.rows()
+        for scopes in CALLERS:
+            standing = self.book.standing(scopes, self.now_ns)
+            for name, shown in zip(MINUTE_LIMITS, (standing.requests, standing.tokens), strict=True):
+                mine = [row for scope in scopes if (row := rows.get((repr(scope.public()), name)))]
+                assert shown.remaining == min((row["limit"] - row["spent"] for row in mine), default=None)
+                assert (shown.limit is None) == (shown.reset_ms is None) == (not mine)
+
+    def teardown(self) -> None:
+        """Once quiet: nothing is held, and nothing is in flight."""
+        for number, hold in self.open.items():
+            self.post(number, hold, NO_CHARGE)
+        self.open.clear()
+        self.balances_are_the_sums_over_holds_and_charges()
+        assert self.book.open_holds == 0
+        assert all(self.book.balance_of(scope).held_tokens == 0 for scope in SCOPES)
+        assert all(row["held"] == 0 for row in self.rows().values())
+
+
+TestRecount = Recount.TestCase
+TestRecount.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+
+
+# ── one case each ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+CALLER = scopes_of("acme", "web", "k1", "large")
+LEAF = Scope("acme", "web", "k1", "large")
+
+
+def test_a_limit_set_later_meets_the_true_figures() -> None:
+    """Protects accounts of unlimited scopes: what was spent and held before a limit existed counts against it."""
+    book = Book()
+    book.take("first", CALLER, Worst(10, 10, 60), 0)
+    book.end("first", Charge(10, 0, 5, 40, 0, False), 0)
+    book.take("second", CALLER, Worst(10, 10, 60), 0)
+    book.set_limits({Scope("acme"): Limits(spend_microusd_lifetime=150, concurrency=1)}, 0)
+    refusal = book.check(CALLER, Worst(1, 1, 1), 0)
+    assert isinstance(refusal, errors.ConcurrencyLimited)
+    book.set_limits({Scope("acme"): Limits(spend_microusd_lifetime=150)}, 0)
+    refusal = book.check(CALLER, Worst(10, 10, 51), 0)
+    assert isinstance(refusal, errors.BudgetExhausted)
+    assert refusal.members == {"scope": {"tenant": "acme"}, "limit": 150, "used": 40, "held": 60}
+    assert book.check(CALLER, Worst(10, 10, 50), 0) is None
+
+
+def test_a_refusal_names_the_exact_wait() -> None:
+    """Protects Retry-After: 60 tokens a minute with all of them taken admit 10 more after ten seconds, rounded up."""
+    book = Book()
+    book.set_limits({Scope("acme"): Limits(tokens_per_minute=60)}, 0)
+    book.take("hold", CALLER, Worst(30, 30, 0), 0)
+    refusal = book.check(CALLER, Worst(5, 5, 0), 1)
+    assert isinstance(refusal, errors.TokensLimited)
+    assert refusal.retry_after_ms == 10_000
+    assert refusal.members["reset_ms"] == 60_000
+    assert book.check(CALLER, Worst(5, 5, 0), 1 + 10_000 * 1_000_000) is None
+
+
+@pytest.mark.parametrize("name", ERROR_OF_LIMIT)
+def test_zero_allows_nothing_and_waiting_does_not_help(name: str) -> None:
+    """Protects a limit of 0: that limit's own 429 code, no Retry-After, and SDKs are told not to retry."""
+    book = Book()
+    book.set_limits({Scope("acme"): Limits(**{name: 0})}, 0)
+    refusal = book.check(CALLER, Worst(1, 1, 0), 0)
+    assert type(refusal) is ERROR_OF_LIMIT[name]
+    assert (refusal.retry_after_ms, refusal.retry_advice) == (None, False)
+    assert (refusal.members["limit"], refusal.members["used"], refusal.members["held"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "name"),
+    [
+        (Limits(tokens_per_minute=19), "tokens_per_minute"),
+        (Limits(spend_microusd_lifetime=19), "spend_microusd_lifetime"),
+    ],
+)
+def test_what_can_never_fit_is_the_callers_fault(limits: Limits, name: str) -> None:
+    """Protects callers from waiting in vain: larger than the whole limit is a 400 with both numbers, also when idle."""
+    book = Book()
+    book.set_limits({LEAF: limits}, 0)
+    refusal = book.check(CALLER, Worst(10, 10, 20), 0)
+    assert isinstance(refusal, errors.ExceedsLimitCapacity)
+    assert refusal.members == {"limit": name, "scope": LEAF.public(), "needed": 20, "capacity": 19}
+
+
+def test_the_widest_scope_answers_first() -> None:
+    """Protects the order of refusals: the tenant's limit is named before its application's and its key's."""
+    book = Book()
+    for scope in reversed(CALLER):
+        book.set_limits({scope: Limits(concurrency=0) for scope in CALLER[CALLER.index(scope) :]}, 0)
+        refusal = book.check(CALLER, Worst(1, 1, 0), 0)
+        assert refusal is not None
+        assert refusal.members["scope"] == scope.public()
+
+
+def test_a_removed_limit_forgets_and_a_new_one_starts_full() -> None:
+    """Protects changes of limits while requests run: an ending after its bucket went away gives nothing to the new one."""
+    book = Book()
+    book.set_limits({LEAF: Limits(tokens_per_minute=100)}, 0)
+    taken = book.take("hold", CALLER, Worst(50, 50, 0), 0)
+    assert taken.takes == (BucketTake("web", "k1", "large", "tokens_per_minute", 100),)
+    book.set_limits({}, 0)
+    book.set_limits({LEAF: Limits(tokens_per_minute=100)}, 0)
+    assert book.end("hold", NO_CHARGE, 0) == ()
+    assert book.standing(CALLER, 0).tokens == LimitStanding(100, 100, 0)
+
+
+def test_changing_one_limit_leaves_the_others_alone() -> None:
+    """Protects levels: a new number for concurrency gives no tokens back, and a repeated set changes nothing."""
+    book = Book()
+    for concurrency in (1, 2, 2):
+        book.set_limits({LEAF: Limits(tokens_per_minute=100, concurrency=concurrency)}, 0)
+        if concurrency == 1:
+            book.take("hold", CALLER, Worst(30, 30, 0), 0)
+        assert book.standing(CALLER, 0).tokens.remaining == 40
+
+
+def test_stored_balances_and_takes_are_rebuilt_for_every_scope() -> None:
+    """Protects recovery: a leaf's balance counts in each scope around it, and a recent take is missing from its bucket."""
+    book = Book()
+    book.set_limits({Scope("acme"): Limits(tokens_per_minute=100, requests_per_minute=10)}, 0)
+    book.restore_balance(LEAF, LIFETIME_WINDOW, 70, 30)
+    book.restore_balance(Scope("acme", "web", "k2", "large"), LIFETIME_WINDOW, 5, 1)
+    book.restore_take("acme", BucketTake(None, None, None, "tokens_per_minute", 40), 0)
+    book.restore_take("acme", BucketTake("web", None, None, "tokens_per_minute", 60), 0)
+    book.restore_take("acme", BucketTake(None, None, None, "tokens_per_hour", 60), 0)
+    assert book.balance_of(Scope("acme")) == Balance(spent_microusd=75, spent_tokens=31)
+    assert book.balance_of(Scope("acme", alias="large")) == Balance(spent_microusd=75, spent_tokens=31)
+    assert book.balance_of(LEAF) == Balance(spent_microusd=70, spent_tokens=30)
+    assert book.standing(CALLER, 0) == Standing(LimitStanding(10, 10, 0), LimitStanding(100, 60, 24_000))
+    assert book.standing(CALLER, NANOS_PER_MINUTE).tokens.remaining == 100
+
+
+def test_what_was_never_used_is_zero() -> None:
+    """Protects reading: an unknown scope has empty balances, no rows, no holds and unlimited headers."""
+    book = Book()
+    assert book.balance_of(Scope("nobody")) == Balance()
+    assert book.accounts_of("nobody", 0) == []
+    assert book.open_holds_of("nobody") == 0
+    assert book.standing(CALLER, 0) == Standing(LimitStanding(), LimitStanding())
+
+
+@pytest.mark.parametrize("charge", [Charge(10, 0, 11, 0, 0, False), Charge(0, 0, 0, 61, 0, False)])
+def test_posting_above_a_hold_is_a_bug(charge: Charge) -> None:
+    """Protects budgets: a settlement above what was held ends the task group instead of overspending."""
+    book = Book()
+    book.take("hold", CALLER, Worst(10, 10, 60), 0)
+    with pytest.raises(AssertionError):
+        book.end("hold", charge, 0)

@@ -1,0 +1,441 @@
+"""Protects what administrative commands promise: validation, one audit entry per change, limits that read back as set,
+retries on a version conflict, snapshots that follow every change, and a bootstrap that never undoes anything.
+"""
+
+import asyncio
+import json
+import random
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weir import errors
+from weir.control.bootstrap import DEMO_PRICE, bootstrap, draft_keys, shown_secrets
+from weir.control.commands import Commands
+from weir.control.declared_models import DeclaredModels
+from weir.control.snapshots import build_snapshot
+from weir.core.metering import Price
+from weir.core.registry.model import Alias, EngineKind, Pool, Revision
+from weir.core.registry.snapshot import Snapshot
+from weir.core.tenancy import ENFORCED_LIMITS, PLANNED_LIMITS, Limits, Role, Scope, ServiceClass, digest_of_key
+from weir.ports import Acknowledgement, Catalog, CatalogChange
+from weir.storage.memory import MemoryCatalog
+from weir.units import INT64_MAX
+
+REVISION = Revision("small-1", EngineKind.SIMULATED, "row", 4_096, 1_024, 200, DEMO_PRICE)
+MODELS = DeclaredModels((REVISION,), (Alias("assistant", "small-1", 256),), (Pool("small", "small-1", 1, 4),))
+
+
+class ManualClock:
+    """Stands at a time until it is moved."""
+
+    def __init__(self) -> None:
+        self.now_ms = 1_700_000_000_000
+
+    def monotonic_ns(self) -> int:
+        return self.now_ms * 1_000_000
+
+    def wall_ms(self) -> int:
+        return self.now_ms
+
+
+class SeededEntropy:
+    """Repeatable bytes."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self._random = random.Random(seed)
+
+    def token(self, size: int) -> bytes:
+        return self._random.randbytes(size)
+
+
+class ContestedCatalog(MemoryCatalog):
+    """A catalog that another administrator changes just before each of our first `rivals` changes."""
+
+    rivals = 0
+
+    async def apply(self, expected_version: int, change: CatalogChange) -> int:
+        if self.rivals:
+            self.rivals -= 1
+            await super().apply(expected_version, CatalogChange(replace(change.audit, actor="rival")))
+        return await super().apply(expected_version, change)
+
+
+class Desk:
+    """Commands on a memory catalog, and every snapshot that they published."""
+
+    def __init__(self, pending: tuple[str, ...] = ()) -> None:
+        self.store = ContestedCatalog()
+        self.published: list[Snapshot] = []
+        self._pending = pending
+        self.commands = Commands(self.store, self._publish, ManualClock(), SeededEntropy())
+
+    async def _publish(self, snapshot: Snapshot) -> Acknowledgement:
+        self.published.append(snapshot)
+        return Acknowledgement(snapshot.version, self._pending)
+
+    async def with_acme(self) -> "Desk":
+        await self.commands.create_tenant("ann", "acme")
+        await self.commands.create_application("ann", "acme", "assistant")
+        await self.commands.register_models("ann", MODELS)
+        return self
+
+
+async def refused(coroutine: Coroutine[Any, Any, object], kind: type[errors.WeirError]) -> errors.WeirError:
+    with pytest.raises(kind) as caught:
+        await coroutine
+    return caught.value
+
+
+# ── tenants and applications ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_created_tenant_is_in_the_snapshot_that_was_published_and_in_the_audit_trail() -> None:
+    """Protects the way of every change: stored, published, audited, acknowledged."""
+    desk = Desk(pending=("gateway-2",))
+    tenant, acknowledged = await desk.commands.create_tenant("ann", "acme", "Europe/Berlin", external_allowed=True)
+    assert (tenant.name, tenant.time_zone, tenant.external_allowed, tenant.disabled) == ("acme", "Europe/Berlin", True, False)
+    assert acknowledged == Acknowledgement(1, ("gateway-2",))
+    assert desk.published[-1].tenants["acme"] == tenant
+    [entry] = await desk.commands.audit_trail(10)
+    assert (entry.actor, entry.action, entry.subject, entry.at_ms) == ("ann", "tenant.create", "acme", 1_700_000_000_000)
+    assert json.loads(entry.summary) == {"time_zone": "Europe/Berlin", "external_allowed": True}
+
+
+@pytest.mark.parametrize("name", ["", "-acme", ".acme", "Acme", "a" * 64, "a b", "acme\n", "ünit", "a/b"])
+async def test_names_outside_the_pattern_are_refused_naming_the_field(name: str) -> None:
+    """Protects names as path segments, file names and labels."""
+    commands = (await Desk().with_acme()).commands
+    refusal = await refused(commands.create_tenant("ann", name), errors.InvalidRequest)
+    assert refusal.members["field"] == "name" and refusal.members["accepted"]
+    await refused(commands.create_application("ann", "acme", name), errors.InvalidRequest)
+    refusal = await refused(commands.create_admin_key("ann", name, Role.VIEWER), errors.InvalidRequest)
+    assert refusal.members["field"] == "actor"
+
+
+@pytest.mark.parametrize(
+    "zone", ["", "Mars/Base", "../../etc/passwd", "/etc/localtime", "Europe", "a\0b", "x" * 5_000, "\ud800"]
+)
+async def test_a_time_zone_must_be_known_at_creation_and_at_change(zone: str) -> None:
+    """Protects budget windows from zones that do not exist, and the file system from names that are paths."""
+    commands = (await Desk().with_acme()).commands
+    for attempt in (commands.create_tenant("ann", "other", zone), commands.patch_tenant("ann", "acme", time_zone=zone)):
+        refusal = await refused(attempt, errors.InvalidRequest)
+        assert refusal.members["field"] == "time_zone"
+
+
+async def test_names_are_never_given_twice_even_after_a_revocation() -> None:
+    """Protects records: a name means one tenant or application for ever."""
+    commands = (await Desk().with_acme()).commands
+    await commands.revoke_application("ann", "acme", "assistant")
+    await refused(commands.create_application("ann", "acme", "assistant"), errors.AlreadyExists)
+    await commands.revoke_tenant("ann", "acme")
+    await refused(commands.create_tenant("ann", "acme"), errors.AlreadyExists)
+
+
+async def test_a_patch_changes_what_is_given_and_can_be_taken_back() -> None:
+    """Protects partial changes: what is not named stays."""
+    desk = await Desk().with_acme()
+    changed, _ = await desk.commands.patch_tenant("ann", "acme", disabled=True, time_zone="Asia/Tokyo")
+    assert (changed.disabled, changed.time_zone, changed.external_allowed) == (True, "Asia/Tokyo", False)
+    enabled, _ = await desk.commands.patch_tenant("ann", "acme", disabled=False)
+    assert (enabled.disabled, enabled.time_zone) == (False, "Asia/Tokyo")
+    assert desk.published[-1].tenants["acme"] == enabled
+
+
+async def test_a_change_that_changes_nothing_writes_nothing_and_is_acknowledged() -> None:
+    """Protects the audit trail and the version from changes that are none."""
+    desk = await Desk().with_acme()
+    before = await desk.store.load()
+    await desk.commands.patch_tenant("ann", "acme", disabled=False)
+    await desk.commands.put_limits("ann", Scope("acme"), {})
+    await desk.commands.register_models("ann", MODELS)
+    assert (await desk.store.load()).version == before.version == desk.published[-1].version
+    assert len(await desk.commands.audit_trail(100)) == before.version
+
+
+async def test_what_is_revoked_stays_revoked_and_takes_nothing_new() -> None:
+    """Protects revocation: it is final, also through what lies below."""
+    desk = await Desk().with_acme()
+    (key, secret), _ = await desk.commands.create_key("ann", "acme", "assistant")
+    await desk.commands.revoke_application("ann", "acme", "assistant")
+    with pytest.raises(errors.Revoked):
+        desk.published[-1].authenticate(secret)
+    await refused(desk.commands.create_key("ann", "acme", "assistant"), errors.Revoked)
+    await refused(desk.commands.patch_application("ann", "acme", "assistant", None), errors.Revoked)
+    await desk.commands.revoke_tenant("ann", "acme")
+    for _ in range(2):
+        revoked, _ = await desk.commands.revoke_tenant("ann", "acme")
+        assert revoked.revoked
+    await refused(desk.commands.patch_tenant("ann", "acme", disabled=False), errors.Revoked)
+    await refused(desk.commands.create_application("ann", "acme", "other"), errors.Revoked)
+    ended, _ = await desk.commands.revoke_key("ann", "acme", "assistant", key.id)
+    assert ended.revoked
+
+
+async def test_entitlements_are_none_for_every_alias_or_exactly_those_given() -> None:
+    """Protects entitlement: an empty list is nothing, no list is everything."""
+    desk = await Desk().with_acme()
+    made, _ = await desk.commands.create_application("ann", "acme", "narrow", ServiceClass.BATCH, ["assistant", "org/next"])
+    assert made.aliases == frozenset({"assistant", "org/next"}) and made.service_class is ServiceClass.BATCH
+    nothing, _ = await desk.commands.patch_application("ann", "acme", "narrow", [])
+    assert nothing.aliases == frozenset()
+    every, _ = await desk.commands.patch_application("ann", "acme", "narrow", None)
+    assert every.aliases is None
+    refusal = await refused(desk.commands.patch_application("ann", "acme", "narrow", ["a b"]), errors.InvalidRequest)
+    assert refusal.members["field"] == "aliases"
+
+
+async def test_unknown_names_are_not_found() -> None:
+    """Protects the answer to a mistyped name."""
+    commands = (await Desk().with_acme()).commands
+    for attempt in (
+        commands.patch_tenant("ann", "nobody", disabled=True),
+        commands.revoke_tenant("ann", "nobody"),
+        commands.create_application("ann", "nobody", "x"),
+        commands.patch_application("ann", "acme", "nothing", None),
+        commands.revoke_application("ann", "acme", "nothing"),
+        commands.create_key("ann", "acme", "nothing"),
+        commands.revoke_key("ann", "acme", "assistant", "000000000000"),
+        commands.revoke_admin_key("ann", "000000000000"),
+    ):
+        await refused(attempt, errors.NotFound)
+
+
+# ── keys ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_key_works_from_its_acknowledgement_until_its_revocation_and_its_secret_is_kept_nowhere() -> None:
+    """Protects credentials: valid when acknowledged, refused when revoked, in clear nowhere."""
+    desk = await Desk().with_acme()
+    (key, secret), _ = await desk.commands.create_key("ann", "acme", "assistant")
+    principal = desk.published[-1].authenticate(secret)
+    assert (principal.tenant, principal.application, principal.key) == ("acme", "assistant", key.id)
+    assert key.secret_sha256 == digest_of_key(secret)
+    await desk.commands.revoke_key("ann", "acme", "assistant", key.id)
+    with pytest.raises(errors.Revoked):
+        desk.published[-1].authenticate(secret)
+    random_part = secret.split("-")[2]
+    assert random_part not in repr(await desk.store.load()) + repr(await desk.commands.audit_trail(100))
+
+
+async def test_key_ids_are_unique_even_when_randomness_repeats_itself() -> None:
+    """Protects the identity of keys against a bad source of randomness."""
+
+    class Repeating(SeededEntropy):
+        def token(self, size: int) -> bytes:
+            return bytes(size)
+
+    desk = await Desk().with_acme()
+    commands = Commands(desk.store, desk._publish, ManualClock(), Repeating())
+    await commands.create_key("ann", "acme", "assistant")
+    await refused(commands.create_key("ann", "acme", "assistant"), errors.InternalError)
+
+
+async def test_the_last_owner_cannot_lock_everybody_out() -> None:
+    """Protects the cell from having no administrator."""
+    commands = Desk().commands
+    (first, _), _ = await commands.create_admin_key("ann", "ann", Role.OWNER)
+    await commands.create_admin_key("ann", "bob", Role.VIEWER)
+    await refused(commands.revoke_admin_key("ann", first.id), errors.Forbidden)
+    (second, _), _ = await commands.create_admin_key("ann", "eve", Role.OWNER)
+    await commands.revoke_admin_key("ann", first.id)
+    await refused(commands.revoke_admin_key("ann", second.id), errors.Forbidden)
+
+
+# ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+amounts = st.none() | st.integers(0, INT64_MAX)
+merges = st.lists(st.dictionaries(st.sampled_from(ENFORCED_LIMITS), amounts), max_size=6)
+
+
+@given(merges)
+@settings(max_examples=50, deadline=None)
+def test_limits_read_back_exactly_as_merged(changes: list[dict[str, int | None]]) -> None:
+    """Protects limits: whatever is merged reads back as set and is what the data plane gets."""
+
+    async def merge_all() -> None:
+        desk = await Desk().with_acme()
+        expected: dict[str, int | None] = {}
+        for change in changes:
+            expected |= change
+            (scope, answered), _ = await desk.commands.put_limits("ann", Scope("acme"), change)
+            assert scope == Scope("acme") and answered == Limits(**expected)
+            assert desk.published[-1].limits.get(scope, Limits()) == answered
+            assert dict((await desk.store.load()).limits).get(scope, Limits()) == answered
+
+    asyncio.run(merge_all())
+
+
+@pytest.mark.parametrize("value", [-1, INT64_MAX + 1, True, False, 1.0, float("nan"), float("inf"), "1", "", [], {}])
+async def test_only_whole_numbers_in_range_are_limits(value: object) -> None:
+    """Protects limits from values that are no amounts."""
+    desk = await Desk().with_acme()
+    for name in ENFORCED_LIMITS:
+        refusal = await refused(desk.commands.put_limits("ann", Scope("acme"), {name: value}), errors.InvalidRequest)
+        assert refusal.members["field"] == name
+    assert not (await desk.store.load()).limits
+
+
+async def test_limits_that_are_planned_are_unsupported_and_others_unknown() -> None:
+    """Protects tenants from a limit that is accepted and not enforced."""
+    commands = (await Desk().with_acme()).commands
+    for name in PLANNED_LIMITS:
+        refusal = await refused(commands.put_limits("ann", Scope("acme"), {name: 1}), errors.UnsupportedField)
+        assert refusal.members == {"field": name}
+        await commands.put_limits("ann", Scope("acme"), {name: None})
+    refusal = await refused(commands.put_limits("ann", Scope("acme"), {"requests_per_hour": 1}), errors.InvalidRequest)
+    assert refusal.members["field"] == "requests_per_hour" and refusal.members["accepted"] == list(ENFORCED_LIMITS)
+
+
+async def test_a_limit_attaches_only_to_what_exists_and_a_key_names_its_application() -> None:
+    """Protects tenants from a limit on a scope that admission never looks up."""
+    commands = (await Desk().with_acme()).commands
+    await commands.create_application("ann", "acme", "other")
+    (key, _), _ = await commands.create_key("ann", "acme", "assistant")
+    for missing in (
+        Scope("nobody"),
+        Scope("acme", "nothing"),
+        Scope("acme", "assistant", "000000000000"),
+        Scope("acme", "other", key.id),
+        Scope("acme", alias="nothing"),
+    ):
+        await refused(commands.put_limits("ann", missing, {"concurrency": 1}), errors.NotFound)
+    (scope, _), _ = await commands.put_limits("ann", Scope("acme", key=key.id, alias="assistant"), {"concurrency": 1})
+    assert scope == Scope("acme", "assistant", key.id, "assistant")
+
+
+# ── conflicts and publishing ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_version_conflict_is_planned_again_on_what_is_there() -> None:
+    """Protects changes by several administrators: none is lost."""
+    desk = await Desk().with_acme()
+    desk.store.rivals = 3
+    _, acknowledged = await desk.commands.create_tenant("ann", "globex")
+    catalog = await desk.store.load()
+    assert [tenant.name for tenant in catalog.tenants] == ["acme", "globex"]
+    assert acknowledged.version == catalog.version == desk.published[-1].version
+
+
+async def test_endless_conflicts_end_in_an_error_that_advises_a_retry() -> None:
+    """Protects the bound of retries."""
+    desk = await Desk().with_acme()
+    desk.store.rivals = 1_000
+    refusal = await refused(desk.commands.create_tenant("ann", "globex"), errors.AlreadyExists)
+    assert refusal.retry_advice is True
+    assert [tenant.name for tenant in (await desk.store.load()).tenants] == ["acme"]
+
+
+async def test_commands_given_at_once_all_take_effect_in_rising_versions() -> None:
+    """Protects the order of versions under concurrency."""
+    desk = Desk()
+    async with asyncio.TaskGroup() as group:
+        for number in range(20):
+            group.create_task(desk.commands.create_tenant("ann", f"tenant-{number}"))
+    assert len((await desk.store.load()).tenants) == 20
+    assert [snapshot.version for snapshot in desk.published] == list(range(1, 21))
+
+
+async def test_what_another_process_changed_is_published_on_request() -> None:
+    """Protects the data plane from missing a change made elsewhere."""
+    desk = await Desk().with_acme()
+    rival = Commands(desk.store, desk._publish, ManualClock(), SeededEntropy(2))
+    await rival.create_tenant("rival", "globex")
+    desk.published.clear()
+    acknowledged = await desk.commands.publish_current()
+    assert "globex" in desk.published[-1].tenants and acknowledged.version == desk.published[-1].version
+
+
+def test_a_snapshot_keeps_what_is_revoked_and_drops_empty_limits() -> None:
+    """Protects what the data plane sees of the catalog."""
+    catalog = Catalog(7, limits=[(Scope("acme"), Limits()), (Scope("globex"), Limits(concurrency=0))])
+    snapshot = build_snapshot(catalog)
+    assert snapshot.version == 7 and dict(snapshot.limits) == {Scope("globex"): Limits(concurrency=0)}
+
+
+# ── bootstrap ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_empty_store_gets_a_demonstration_that_works_with_the_drafted_keys() -> None:
+    """Protects the first start: everything that the ready file promises works."""
+    desk, drafted = Desk(), draft_keys(SeededEntropy())
+    assert await bootstrap(desk.commands, MODELS, drafted)
+    snapshot = desk.published[-1]
+    secrets = shown_secrets(await desk.store.load(), drafted)
+    assert [tenant["name"] for tenant in secrets["tenants"]] == ["acme", "globex"]
+    for tenant in secrets["tenants"]:
+        assert [entry["name"] for entry in tenant["applications"]] == ["assistant", "batch-jobs"]
+        for entry in tenant["applications"]:
+            assert entry["key"] is not None
+            principal = snapshot.authenticate(entry["key"])
+            assert (principal.tenant, principal.application) == (tenant["name"], entry["name"])
+            assert (principal.service_class is ServiceClass.BATCH) == (entry["name"] == "batch-jobs")
+            alias, revision = snapshot.resolve(principal, "assistant")
+            assert revision == REVISION and snapshot.pool_of(alias.revision).name == "small"
+        assert not snapshot.limits[Scope(tenant["name"])].is_empty
+    [owner] = (await desk.store.load()).admin_keys
+    assert secrets["admin_key"] is not None and digest_of_key(secrets["admin_key"]) == owner.secret_sha256
+    [audited] = await desk.commands.audit_trail(10)
+    assert audited.actor == "bootstrap"
+    assert not any(secret in audited.summary for secret in drafted.values())
+
+
+async def test_a_second_start_changes_only_the_models_it_declares() -> None:
+    """Protects an administrator's work from a restart."""
+    desk, drafted = Desk(), draft_keys(SeededEntropy())
+    await bootstrap(desk.commands, MODELS, drafted)
+    await desk.commands.put_limits("ann", Scope("acme"), {"concurrency": 3})
+    before = await desk.store.load()
+    assert not await bootstrap(desk.commands, MODELS, draft_keys(SeededEntropy(2)))
+    assert await desk.store.load() == before
+    other = replace(REVISION, id="other-1", engine=EngineKind.OPENAI)
+    declared = DeclaredModels((other,), (Alias("assistant", "other-1", 64),), (Pool("other", "other-1", 1, 8),))
+    assert not await bootstrap(desk.commands, declared, {})
+    after = await desk.store.load()
+    assert (after.tenants, after.keys, after.limits, after.admin_keys) == (
+        before.tenants,
+        before.keys,
+        before.limits,
+        before.admin_keys,
+    )
+    assert [alias.revision for alias in after.aliases] == ["other-1"]
+    assert {revision.id for revision in after.revisions} == {"small-1", "other-1"}
+
+
+async def test_declaring_again_undoes_neither_a_revocation_nor_a_newer_price() -> None:
+    """Protects revocations and prices from a restart."""
+    desk = Desk()
+    newer = replace(REVISION, revoked=True, price=Price(2, 1, 1, 1))
+    await desk.commands.register_models("ann", DeclaredModels((newer,)))
+    await bootstrap(desk.commands, DeclaredModels((replace(REVISION, typical_output_tokens=9),)), draft_keys(SeededEntropy()))
+    [stored] = (await desk.store.load()).revisions
+    assert stored == replace(newer, typical_output_tokens=9)
+
+
+async def test_models_that_name_an_unknown_revision_are_refused() -> None:
+    """Protects aliases from pointing nowhere."""
+    declared = DeclaredModels(aliases=(Alias("assistant", "nothing", 1),))
+    await refused(Desk().commands.register_models("ann", declared), errors.InvalidRequest)
+
+
+async def test_a_revoked_or_lost_bootstrap_key_shows_as_none() -> None:
+    """Protects the ready file from showing a key that is not valid."""
+    desk, drafted = Desk(), draft_keys(SeededEntropy())
+    await bootstrap(desk.commands, MODELS, drafted)
+    acme_key = next(key for key in (await desk.store.load()).keys if (key.tenant, key.application) == ("acme", "assistant"))
+    await desk.commands.revoke_key("ann", "acme", "assistant", acme_key.id)
+    await desk.commands.revoke_tenant("ann", "globex")
+    shown = shown_secrets(await desk.store.load(), {name: key for name, key in drafted.items() if name != "admin"})
+    keys = {(tenant["name"], entry["name"]): entry["key"] for tenant in shown["tenants"] for entry in tenant["applications"]}
+    assert shown["admin_key"] is None
+    assert keys == {
+        ("acme", "assistant"): None,
+        ("acme", "batch-jobs"): drafted["acme/batch-jobs"],
+        ("globex", "assistant"): None,
+        ("globex", "batch-jobs"): None,
+    }
