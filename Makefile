@@ -35,7 +35,7 @@ help: ## This list
 
 .PHONY: run
 run: setup models ## Weir with a small real model on this machine, and a first answer; Ctrl-C stops it
-	@exec $(BIN)/weir up --engine llamacpp --state $(STATE) --first-answer $(ARGS)
+	@exec $(BIN)/weir up --engine llamacpp --state $(STATE) --config config/demo.toml --first-answer $(ARGS)
 
 ##@ Set up
 
@@ -101,15 +101,15 @@ test: check models ## Everything that CI runs
 	$(call say,links)
 	@$(BIN)/python tools/check_links.py
 	$(call say,tests in parallel)
-	@$(PYTEST) -n $(WORKERS) --ignore=tests/e2e -m "$(FAST)" tests
+	@$(PYTEST) -n $(WORKERS) --ignore=tests/e2e --ignore=tests/docs -m "$(FAST)" tests
 	$(call say,real engines)
 	@$(PYTEST) --ignore=tests/e2e -m "model and not slow" tests
 	$(call say,end to end)
-	@$(PYTEST) -m "not slow" tests/e2e
+	@$(PYTEST) -n $(WORKERS) -m "not slow" tests/e2e tests/docs
 
 .PHONY: test-fast
 test-fast: setup ## Without models and whole processes: under two minutes
-	@$(PYTEST) -n $(WORKERS) --ignore=tests/e2e -m "$(FAST)" tests
+	@$(PYTEST) -n $(WORKERS) --ignore=tests/e2e --ignore=tests/docs -m "$(FAST)" tests
 
 .PHONY: contract
 contract: setup models ## One suite per port, on every implementation
@@ -134,6 +134,10 @@ soak: setup models ## Full sizes: five runs of `make test`, then the long tests
 .PHONY: bench
 bench: setup bench-programs ## CPU per request and chunk beside nginx; ARGS="--only weir,chunks" or "--profile"
 	@PATH="$$PATH:/usr/sbin" $(BIN)/python -m benchmarks.gateway $(ARGS)
+
+.PHONY: bench-demo
+bench-demo: setup models ## TTFT and TPOT of the demo's model at 1, 2 and 3 clients; on idle cores
+	@$(BIN)/python -m benchmarks.demo
 
 .PHONY: bench-programs
 bench-programs:

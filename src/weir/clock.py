@@ -5,6 +5,8 @@ import time
 
 from weir.units import NANOS_PER_MILLI, Millis, Nanos
 
+_BLOCK_BYTES = 4096
+
 
 class SystemClock:
     """The operating system's clocks."""
@@ -19,8 +21,15 @@ class SystemClock:
 
 
 class SystemEntropy:
-    """The operating system's random bytes."""
+    """The operating system's random bytes, read in blocks: a system call costs more than an id. For one thread."""
+
+    def __init__(self) -> None:
+        self._block = b""
+        self._used = 0
 
     def token(self, size: int) -> bytes:
-        """size unpredictable bytes."""
-        return os.urandom(size)
+        """size unpredictable bytes, never given twice."""
+        if self._used + size > len(self._block):
+            self._block, self._used = os.urandom(max(_BLOCK_BYTES, size)), 0
+        start, self._used = self._used, self._used + size
+        return self._block[start : self._used]

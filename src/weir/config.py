@@ -73,6 +73,7 @@ class EngineConfig:
     start_ms: Millis = 120_000  # from launch to listening
     probe_ms: Millis = 2_000  # between probes of a ready replica
     restart_backoff_ms: Millis = 1_000  # first; doubles to 30 s
+    api_key_file: str | None = None  # a file with the bearer key of the engine behind `--engine URL`; read at start
     external: bool = False  # `--engine URL` is outside the platform: only tenants with external_allowed
 
 
@@ -142,6 +143,10 @@ def _value(where: str, key: str, kind: Any, value: Any) -> Any:
         if not isinstance(value, bool):
             raise _refuse(where, "true or false", f"is {value!r}")
         return value
+    if kind == str | None:
+        if not isinstance(value, str) or not value:
+            raise _refuse(where, "a path", f"is {value!r}")
+        return value
     low, high = _bounds_of(key)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise _refuse(where, f"a whole number from {low} to {high}", f"is {value!r}")
@@ -162,6 +167,19 @@ def _refuse(where: str, accepted: str, problem: str) -> errors.InvalidRequest:
     return errors.InvalidRequest(
         f"Configuration key '{where}' {problem}; accepted: {accepted}.", members={"field": where, "accepted": accepted}
     )
+
+
+def read_api_key(config: EngineConfig) -> str | None:
+    """The key of the engine behind a URL, or None. Raises InvalidRequest when its file cannot be read or is empty."""
+    if config.api_key_file is None:
+        return None
+    try:
+        key = Path(config.api_key_file).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise _refuse("engine.api_key_file", "a readable file with one ASCII key", "cannot be read") from fault
+    if not key:
+        raise _refuse("engine.api_key_file", "a readable file with one ASCII key", "is empty")
+    return key
 
 
 def environment_of_engine() -> dict[str, str]:

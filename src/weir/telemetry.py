@@ -21,6 +21,7 @@ a label of a histogram. Label children are bound once and kept. Gauges are read 
 import logging
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TextIO
 
 import structlog
@@ -58,6 +59,8 @@ class _Ended:
     """Bound label children of one (workload class, revision)."""
 
     def __init__(self, telemetry: "Telemetry", workload_class: str, revision: str) -> None:
+        self._requests = partial(telemetry.requests.labels, workload_class, revision)
+        self._by_ending: dict[tuple[str, str], Counter] = {}
         self.queue_wait = telemetry.queue_wait.labels(workload_class, revision)
         self.ttft = telemetry.ttft.labels(workload_class, revision)
         self.tpot = telemetry.tpot.labels(workload_class, revision)
@@ -68,6 +71,13 @@ class _Ended:
         self.output = telemetry.tokens.labels(revision, "output")
         self.tenant_cost = telemetry.cost.labels(revision, "tenant")
         self.platform_cost = telemetry.cost.labels(revision, "platform")
+
+    def requests(self, status: str, reason: str) -> Counter:
+        """The counter of one ending."""
+        found = self._by_ending.get((status, reason))
+        if found is None:
+            found = self._by_ending[status, reason] = self._requests(status, reason)
+        return found
 
 
 class Telemetry:
@@ -115,7 +125,7 @@ class Telemetry:
         bound = self._ended.get((workload.name, revision))
         if bound is None:
             bound = self._ended[workload.name, revision] = _Ended(self, workload.name, revision)
-        self.requests.labels(workload.name, revision, end.status, end.finish_reason).inc()
+        bound.requests(end.status, end.finish_reason).inc()
         timing = end.timing
         if timing.queue_ms is not None:
             bound.queue_wait.observe(timing.queue_ms / 1e3)

@@ -101,7 +101,9 @@ async def test_cancel_from_within_a_call(last: bytes) -> None:
     """A sink that cancels on its first output hears nothing more, also where the end arrived in the same read."""
 
     async def script(wire: Wire, body: dict[str, Any]) -> None:
-        await wire.raw(HEAD + wire.framed(b'{"choices":[{"delta":{"content":"x"},"finish_reason":"stop"}]}', last) + b"0\r\n\r\n")
+        await wire.raw(
+            HEAD + wire.framed(b'{"choices":[{"delta":{"content":"x"},"finish_reason":"stop"}]}', last) + b"0\r\n\r\n"
+        )
 
     async with ScriptedServer(script).running() as server:
         engine = OpenAICompatibleEngine()

@@ -85,7 +85,9 @@ def kill_if_running(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def running_cell(state: Path, *arguments: str, engine: Sequence[str] = ("simulated",), config: str = "") -> Iterator[RunningCell]:
+def running_cell(
+    state: Path, *arguments: str, engine: Sequence[str] = ("simulated",), config: str = ""
+) -> Iterator[RunningCell]:
     """A cell for the length of a block; it must exit cleanly at the end."""
     cell = start_cell(state, *arguments, engine=engine, config=config)
     try:

@@ -6,12 +6,16 @@ completes its headers. Uvicorn keeps parsing, keep-alive, pipelining and the res
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
+import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from weir import errors
+from weir.api.wire import id_headers, problem
 from weir.config import GatewayConfig
 from weir.gateway.client import ClientWatcher
 
@@ -20,10 +24,15 @@ _PIPELINED_BODY_BYTES_MAX = 64 * 1024
 SCOPE_KEY = "weir.connection"
 
 
+class _HeadersTooLong(Exception):
+    """Leaves the parser where the bound was passed."""
+
+
 class Connection(HttpToolsProtocol):
-    """A client's connection. watcher: the running request's, if any."""
+    """A client's connection. watcher: the running request's, if any. new_request_id: names what no application answers."""
 
     limits: GatewayConfig = GatewayConfig()
+    new_request_id: Callable[[], str]
 
     def __init__(
         self,
@@ -35,7 +44,9 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.watcher: ClientWatcher | None = None
         self.is_lost = False
+        self._cycles: list[RequestResponseCycle] = []
         self._header_bytes = 0
+        self._headers_too_long = False
         self._header_timer: asyncio.TimerHandle | None = None
 
     # ── the connection's life ────────────────────────────────────────────────────────────────────────────────────────
@@ -60,6 +71,9 @@ class Connection(HttpToolsProtocol):
     def _lose(self) -> None:
         if not self.is_lost:
             self.is_lost = True
+            for cycle in self._cycles:  # else the server misses the answers that nobody can read
+                cycle.disconnected = True
+                cycle.message_event.set()
             if self.watcher is not None:
                 self.watcher.client_lost()
 
@@ -75,6 +89,36 @@ class Connection(HttpToolsProtocol):
         if self.watcher is not None:
             self.watcher.client_writable()
 
+    def data_received(self, data: bytes) -> None:
+        """Bytes of the client. Between requests they begin one, which then has a bounded time to complete its headers."""
+        if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._header_timer = self.loop.call_later(self.limits.body_wait_ms / 1e3, self._headers_are_late)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._decline_upgrade(data[offer.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("This is not a valid HTTP/1.1 request.")
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Read a request that offers another protocol as if it did not. rest: what the parser left unread where it stopped."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self.send_400_response("This is no proxy.")
+            return
+        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] not in (b"connection", b"upgrade")]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"%b %b HTTP/1.1\r\n%b\r\n%b" % (method, self.url, b"".join(lines), rest))
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether a request was read whole, or its answer begun, and that answer is not complete."""
+        cycle = self.cycle
+        if self.pipeline:
+            return True
+        return cycle is not None and not cycle.response_complete and (cycle.response_started or not cycle.more_body)
+
     # ── parser callbacks ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def on_message_begin(self) -> None:
@@ -82,8 +126,6 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["extensions"] = {SCOPE_KEY: {"connection": self}}
         self._header_bytes = 0
-        self._cancel_header_timer()
-        self._header_timer = self.loop.call_later(self.limits.body_wait_ms / 1e3, self.transport.abort)
 
     def on_url(self, url: bytes) -> None:
         """A piece of the request target."""
@@ -97,8 +139,11 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """A request may start, or wait behind the running one without hiding a disconnect."""
+        if self.parser.should_upgrade():
+            return  # it is read again without the offer
         self._cancel_header_timer()
         super().on_headers_complete()
+        self._cycles = [*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle]
         if len(self.pipeline) > 1:
             self.transport.abort()
         elif self.pipeline:
@@ -111,20 +156,39 @@ class Connection(HttpToolsProtocol):
             return
         super().on_body(body)
 
+    def on_message_complete(self) -> None:
+        """A request is whole."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
     def send_400_response(self, msg: str) -> None:
-        """What is not HTTP gets the same shape as every other refusal, then the connection closes."""
-        self._refuse(400, b"invalid_request", msg.encode("ascii", "replace"))
+        """What is not HTTP, or too much of it, is refused like everything else; behind a running answer it cuts that off."""
+        if self._headers_too_long:
+            limit = {"limit_bytes": _HEADER_BYTES_MAX}
+            self._refuse(errors.RequestTooLarge(f"The headers exceed {_HEADER_BYTES_MAX} bytes.", members=limit))
+        else:
+            self._refuse(errors.InvalidRequest(msg))
 
     def _count_header_bytes(self, size: int) -> None:
         self._header_bytes += size
-        if self._header_bytes > _HEADER_BYTES_MAX and not self.transport.is_closing():
-            self._refuse(431, b"request_too_large", b"The request's headers exceed 65536 bytes.")
+        if self._header_bytes > _HEADER_BYTES_MAX:
+            self._headers_too_long = True
+            raise _HeadersTooLong
 
-    def _refuse(self, status: int, code: bytes, detail: bytes) -> None:
-        body = b'{"type":"about:blank","title":"The request is not valid","status":%d,"code":"%b","detail":"%b"}'
-        content = body % (status, code, detail)
-        head = b"HTTP/1.1 %d \r\ncontent-type: application/problem+json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.transport.write(head % (status, len(content)) + content)
+    def _headers_are_late(self) -> None:
+        self._header_timer = None
+        self._refuse(errors.InvalidRequest(f"The headers did not arrive within {self.limits.body_wait_ms} ms."))
+
+    def _refuse(self, refusal: errors.WeirError) -> None:
+        """Answer without the application and close. Bytes of an answer that is on its way are never mixed with another's."""
+        self._cancel_header_timer()
+        if self._is_answering:
+            self.transport.abort()
+            return
+        rendered = problem(refusal, now_wall_ms=0)  # neither of these refusals has a time of reset
+        ids = id_headers(self.new_request_id())
+        head = b"".join(b"%b: %b\r\n" % header for header in rendered.head([*ids, (b"connection", b"close")]))
+        self.transport.write(b"HTTP/1.1 %d \r\n%b\r\n%b" % (rendered.status, head, rendered.body))
         self.transport.close()
 
     def _cancel_header_timer(self) -> None:

@@ -35,6 +35,8 @@ class HttpExchange:
         self._transport = self._connection.transport
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self._frames_chunks = scope["http_version"] != "1.0"
+        self._watcher: ClientWatcher | None = None
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.read_ns: Nanos = clock.monotonic_ns()
         self.written: Bytes = 0
@@ -105,19 +107,24 @@ class HttpExchange:
         return size
 
     def watch(self, watcher: ClientWatcher | None) -> None:
-        """Tell this watcher about the client's fate."""
-        self._connection.watcher = watcher
+        """Tell this watcher about the client's fate; None ends what this exchange asked for, never what a later one did."""
+        if watcher is not None or self._connection.watcher is self._watcher:
+            self._connection.watcher = watcher
+        self._watcher = watcher
 
     async def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         """Status line and headers."""
         self.is_started = True
-        if not self.is_lost:
-            await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        if self.is_lost:
+            return
+        if not self._frames_chunks and all(name != b"content-length" for name, _ in headers):
+            self._connection.cycle.chunked_encoding = False  # HTTP/1.0: the end of the connection ends the body
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     def write(self, body: bytes) -> None:
         """One chunk, straight to the transport."""
         if not self.is_lost:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            self._transport.write(b"%x\r\n%b\r\n" % (len(body), body) if self._frames_chunks else body)
             self.written += len(body)
 
     async def finish(self, body: bytes = b"") -> None:

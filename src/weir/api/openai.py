@@ -1,8 +1,8 @@
 """The OpenAI-compatible surface: chat completions, streamed and not, and models.
 
 Fields that this version does not pass on are refused by name, never dropped silently. Endings that are failures take OpenAI's
-error
-shape: before the headers as a plain answer, after them as one error event followed by `[DONE]`, which the official SDK reads.
+error shape: before the headers as a plain answer, after them as one error event followed by `[DONE]`, which the official SDK
+reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,9 +68,10 @@ FIELDS = (
 
 
 class ChatOptions(msgspec.Struct, frozen=True):
-    """What only this surface needs: whether the stream ends with a usage chunk."""
+    """What only this surface needs: whether the stream ends with a usage chunk, and which name bounded the output."""
 
     include_usage: bool = False
+    bound_name: str = "max_completion_tokens"
 
 
 def parse_chat(body: bytes, headers: Mapping[bytes, bytes]) -> tuple[InferenceRequest, ChatOptions]:
@@ -92,7 +93,7 @@ def parse_chat(body: bytes, headers: Mapping[bytes, bytes]) -> tuple[InferenceRe
         session=_session(headers.get(b"weir-session")),
         request_id=request_id_of(_text(headers.get(b"idempotency-key"), "Idempotency-Key"), "Idempotency-Key"),
     )
-    return request, ChatOptions(include_usage=_include_usage(fields, stream))
+    return request, ChatOptions(include_usage=_include_usage(fields, stream), bound_name=_bound_name(fields))
 
 
 def _refuse_unsupported_values(fields: Fields) -> None:
@@ -108,8 +109,12 @@ def _max_tokens(fields: Fields) -> int | None:
             "Give max_completion_tokens or max_tokens, not both.",
             members={"field": "max_tokens", "accepted": "one of max_tokens and max_completion_tokens"},
         )
-    name = "max_tokens" if fields.has("max_tokens") else "max_completion_tokens"
-    return fields.integer(name, 1, OUTPUT_TOKENS_MAX)
+    return fields.integer(_bound_name(fields), 1, OUTPUT_TOKENS_MAX)
+
+
+def _bound_name(fields: Fields) -> str:
+    """What this request calls the bound of its output."""
+    return "max_tokens" if fields.has("max_tokens") else "max_completion_tokens"
 
 
 def _include_usage(fields: Fields, stream: bool) -> bool:
@@ -298,7 +303,10 @@ class ChatAnswer:
 
     async def refuse(self, error: WeirError, standing: StandingView | None, generation: GenerationRecord | None) -> None:
         """OpenAI's error shape."""
-        extra = {"generation": generation_body(generation)} if generation else None
+        extra = {"generation": generation_body(generation)} if generation else {}
+        if (field := error.members.get("field")) is not None:  # as this surface calls it
+            name = {"input": "messages", "max_output_tokens": self._options.bound_name}.get(field, field)
+            extra |= {"field": name, "param": name}
         rendered = openai_error(error, self._clock.wall_ms(), extra=extra)
         await self.client.start(rendered.status, rendered.head([*id_headers(self._request_id), *limit_headers(standing)]))
         await self.client.finish(rendered.body)

@@ -16,7 +16,7 @@ from weir.api import generations, openai
 from weir.api.exchange import HttpExchange, Receive, Send
 from weir.api.generations import NativeAnswer, generation_body, parse_generation, request_id_of
 from weir.api.openai import ChatAnswer, model_object, models_body, parse_chat
-from weir.api.wire import Headers, Rendered, id_headers, limit_headers, openai_error, problem
+from weir.api.wire import Headers, Rendered, id_headers, limit_headers, openai_error, problem, refuse_field
 from weir.config import GatewayConfig
 from weir.core.tenancy import Principal
 from weir.gateway.pipeline import Gateway
@@ -24,22 +24,27 @@ from weir.messages import GenerationRecord, StandingView
 from weir.ports import Clock, Entropy
 
 _log = structlog.get_logger("weir.api")
-_OPENAI_PATHS = ("/v1/chat/", "/v1/models")
+_GENERATION_PATHS = ("/v1/generations", "/v1/chat/completions")
 Handler = Callable[["Call"], Awaitable[None]]
 
 
 @dataclass(slots=True)
 class Call:
-    """One request on its way through the application. fallback_id: its x-request-id until a better one is known."""
+    """One request on its way through the application. fallback_id: its x-request-id until a better one is known.
+
+    principal: who asks, once authenticated.
+    """
 
     exchange: HttpExchange
     fallback_id: str
     argument: str = ""
+    principal: Principal | None = None
 
     @property
     def is_openai(self) -> bool:
-        """Whether this path answers in OpenAI's shapes."""
-        return self.exchange.path.startswith(_OPENAI_PATHS)
+        """Whether this path answers in OpenAI's shapes: all of its paths, so that its SDK reads the code everywhere."""
+        path = self.exchange.path
+        return path.startswith("/v1/") and not path.startswith("/v1/generations")
 
 
 class TenantApp:
@@ -73,10 +78,12 @@ class TenantApp:
         if scope["type"] != "http":
             return
         exchange = HttpExchange(scope, receive, send, self._clock, self._config)
-        call = Call(exchange, f"req-{self._entropy.token(12).hex()}")
+        call = Call(exchange, self.new_request_id())
         try:
             await self._route(call)
         except errors.WeirError as refusal:
+            if exchange.method == "POST" and exchange.path in _GENERATION_PATHS:
+                self._gateway.count_refusal(refusal)
             await self._refuse(call, refusal)
         except AssertionError as broken:
             self._on_broken(broken)
@@ -84,6 +91,10 @@ class TenantApp:
         except Exception as fault:
             _log.error("request_failed", path=_safe_path(exchange.path), fault=type(fault).__name__, exc_info=fault)
             await self._refuse(call, errors.InternalError("The platform failed while serving this request."))
+
+    def new_request_id(self) -> str:
+        """A request id for whatever brought none."""
+        return f"req-{self._entropy.token(12).hex()}"
 
     # ── routing ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -116,29 +127,23 @@ class TenantApp:
         headers = call.exchange.headers
         bearer = headers.get(b"authorization", b"")
         presented = bearer[7:] if bearer[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
-        return self._gateway.inbox.snapshot.authenticate(presented.decode("latin-1").strip())
+        principal = self._gateway.inbox.snapshot.authenticate(presented.decode("latin-1").strip())
+        call.principal = principal
+        return principal
 
     # ── generations ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _generate(self, call: Call) -> None:
         principal = self._authenticate(call)
         body = await call.exchange.body()
-        try:
-            request = parse_generation(body)
-        except errors.WeirError as refusal:
-            await self._refuse(call, refusal, await self._standing(principal))
-            return
+        request = parse_generation(body)
         answer = NativeAnswer(call.exchange, self._clock, request.request_id or call.fallback_id)
         await self._gateway.generate(principal, request, answer, generations.SURFACE)
 
     async def _chat(self, call: Call) -> None:
         principal = self._authenticate(call)
         body = await call.exchange.body()
-        try:
-            request, options = parse_chat(body, call.exchange.headers)
-        except errors.WeirError as refusal:
-            await self._refuse(call, refusal, await self._standing(principal))
-            return
+        request, options = parse_chat(body, call.exchange.headers)
         answer = ChatAnswer(call.exchange, self._clock, request.request_id or call.fallback_id, options)
         await self._gateway.generate(principal, request, answer, openai.SURFACE)
 
@@ -156,6 +161,8 @@ class TenantApp:
         principal = self._authenticate(call)
         found = await self._gateway.inbox.lookup(principal.tenant, _checked_id(call.argument))
         record = _known(found.record)
+        if not call.exchange.headers.get(b"last-event-id", b"0").isdigit():
+            refuse_field("Last-Event-ID", "the id of an event: a whole number from 0")
         refusal = errors.StreamNotRetained("The events of this request were not kept.")
         rendered = problem(refusal, self._clock.wall_ms(), {"generation": generation_body(record)})
         await self._send(call, rendered, await self._standing(principal), record.request_id)
@@ -182,7 +189,7 @@ class TenantApp:
 
     async def _readyz(self, call: Call) -> None:
         ready = self._is_ready()
-        body = b'{"status":"ready"}' if ready else b'{"status":"draining"}'
+        body = b'{"status":"ready"}' if ready else b'{"status":"not_ready"}'
         await self._send(call, Rendered(200 if ready else 503, b"application/json", body, []), None)
 
     # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -190,16 +197,18 @@ class TenantApp:
     async def _standing(self, principal: Principal, alias: str = "") -> StandingView:
         return await self._gateway.standing(principal, alias)
 
-    async def _refuse(self, call: Call, refusal: errors.WeirError, standing: StandingView | None = None) -> None:
+    async def _refuse(self, call: Call, refusal: errors.WeirError) -> None:
+        standing = await self._standing(call.principal) if call.principal else None
         now_ms = self._clock.wall_ms()
         rendered = openai_error(refusal, now_ms) if call.is_openai else problem(refusal, now_ms)
         headers: Headers = []
-        if isinstance(refusal, errors.RequestTooLarge) or refusal.members.get("field") == "body":
-            headers = [(b"connection", b"close")]  # the rest of the body may still be on its way
+        unread = isinstance(refusal, errors.RequestTooLarge) or refusal.members.get("field") == "body"
+        if unread or b"expect" in call.exchange.headers:
+            headers.append((b"connection", b"close"))  # a body may still be on its way, or never come
         if isinstance(refusal, errors.MethodNotAllowed):
-            headers = [(b"allow", ", ".join(refusal.members["allowed"]).encode())]
+            headers.append((b"allow", ", ".join(refusal.members["allowed"]).encode()))
         if isinstance(refusal, errors.Unauthenticated):
-            headers = [(b"www-authenticate", b"Bearer")]
+            headers.append((b"www-authenticate", b"Bearer"))
         if call.exchange.is_started:  # nothing fits behind a started answer
             call.exchange.abort()
             return

@@ -3,7 +3,6 @@
 A field reader refuses with the field's name and the accepted range, and never echoes a value: it could be prompt text.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -95,7 +94,7 @@ class Fields:
         if value is None:
             return None
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not low <= value <= high:
+        if not is_number or not low <= value <= high:
             refuse_field(self._prefix + name, f"a number from {low:g} to {high:g}")
         return float(value)
 

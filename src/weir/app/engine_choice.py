@@ -9,13 +9,13 @@ import asyncio
 import hashlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from weir import errors
-from weir.config import EngineConfig, PoolConfig
+from weir.config import EngineConfig, PoolConfig, read_api_key
 from weir.control.bootstrap import DEMO_PRICE
 from weir.control.declared_models import DeclaredModels
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
@@ -26,6 +26,9 @@ from weir.units import Tokens
 
 SIMULATED = "simulated"
 LLAMACPP = "llamacpp"
+_UNSTATED_CONTEXT_TOKENS = 8_192
+"""Window of a served model when neither its server nor the configuration says one."""
+
 _PROBE_RETRY_S = 0.5
 _ON_DEMAND_IDLE_MS = 600_000
 
@@ -74,8 +77,19 @@ async def declare_models(
             alone = PoolConfig(default_max_output_tokens=pool.default_max_output_tokens, threads=pool.threads)
             entries.append(_named(second, "completion", alone, on_demand=True))
         return _declared(entries)
-    artifact = await _behind_url(engines, engine, client_of_url, announce)
-    return _declared([_named(artifact, "assistant", pool, urls=tuple(engines), external=engine.external)])
+    window = pool.context_tokens or _UNSTATED_CONTEXT_TOKENS
+    artifact = await _behind_url(engines, engine, client_of_url, window, announce)
+    return _declared(
+        [
+            _named(
+                artifact,
+                "assistant",
+                replace(pool, context_tokens=artifact.context_tokens),
+                urls=tuple(engines),
+                external=engine.external,
+            )
+        ]
+    )
 
 
 Entry = tuple[Revision, Alias, Pool]
@@ -137,10 +151,12 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-async def _behind_url(urls: list[str], config: EngineConfig, client: Engine, announce: Callable[[str], None]) -> _Artifact:
-    """The model that the first URL serves; its window as the server says, else 8,192 tokens unless configured."""
+async def _behind_url(
+    urls: list[str], config: EngineConfig, client: Engine, window: Tokens, announce: Callable[[str], None]
+) -> _Artifact:
+    """The model that the first URL serves; its window as the server says, else `window`."""
     announce(f"asking {len(urls)} engine(s) behind a URL what they serve")
-    probe = ReplicaAddress("probe", "probe", "probe", EngineKind.OPENAI, urls[0], "", 8_192)
+    probe = ReplicaAddress("probe", "probe", "probe", EngineKind.OPENAI, urls[0], "", window, api_key=read_api_key(config))
     try:
         async with asyncio.timeout(config.start_ms / 1e3):
             found = await _probe_until_answered(probe, client)

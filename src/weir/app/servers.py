@@ -11,6 +11,7 @@ import uvicorn
 
 from weir import errors
 from weir.api.connection import Connection
+from weir.api.tenant_app import TenantApp
 from weir.config import GatewayConfig
 from weir.telemetry import Telemetry
 
@@ -37,11 +38,13 @@ def listen(host: str, port: int, config: GatewayConfig) -> socket.socket:
         listener.listen(config.backlog)
     except OSError as fault:
         listener.close()
-        raise errors.InvalidRequest(
-            f"Cannot listen on {host}:{port}: {fault.strerror}.", members={"field": "--listen"}
-        ) from fault
+        raise _cannot_listen(host, port, fault) from fault
     listener.setblocking(False)
     return listener
+
+
+def _cannot_listen(host: str, port: int, fault: OSError) -> errors.InvalidRequest:
+    return errors.InvalidRequest(f"Cannot listen on {host}:{port}: {fault.strerror}.", members={"field": "--listen"})
 
 
 def url_of(listener: socket.socket) -> str:
@@ -50,9 +53,10 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def tenant_server(app: Any, config: GatewayConfig) -> QuietServer:
+def tenant_server(app: TenantApp, config: GatewayConfig) -> QuietServer:
     """The server that tenants reach."""
-    protocol = type("BoundConnection", (Connection,), {"limits": config})
+    members = {"limits": config, "new_request_id": staticmethod(app.new_request_id)}
+    protocol = type("BoundConnection", (Connection,), members)
     return QuietServer(_uvicorn_config(app, protocol, config.idle_connection_ms))
 
 
@@ -71,6 +75,7 @@ def _uvicorn_config(app: Any, protocol: Any, keep_alive_ms: int) -> uvicorn.Conf
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=max(1, keep_alive_ms // 1000),
         timeout_graceful_shutdown=_GRACE_AFTER_DRAIN_S,
     )
@@ -96,7 +101,10 @@ class MetricsServer:
             def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the library's name
                 """Scrapes are not logged."""
 
-        self._server = ThreadingHTTPServer((host, port), Scrape)
+        try:
+            self._server = ThreadingHTTPServer((host, port), Scrape)
+        except OSError as fault:
+            raise _cannot_listen(host, port, fault) from fault
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, name="weir-metrics", daemon=True)
         self._thread.start()

@@ -44,6 +44,8 @@ def api_connection(
 ) -> Connection:
     """The public API as the options name it. Raises CommandFailed when address or key is not known."""
     if api:
+        if tenant or application:
+            raise CommandFailed("--tenant and --application choose a key of the ready file; with --api give --api-key.")
         if not api_key:
             raise CommandFailed("An address needs its own key: give --api-key beside --api.")
         return Connection(api, api_key)

@@ -16,6 +16,7 @@ from weir.app.cell import CellOptions, Ready, run_cell
 from weir.config import load_config
 from weir.telemetry import configure_logs
 
+_PORT_MAX = 65_533  # management and metrics take the next two
 FIRST_PROMPT = "What is a weir? Answer in two sentences."
 
 
@@ -84,7 +85,10 @@ async def _serve(options: CellOptions, *, first_answer: bool) -> None:
     try:
         await run_cell(options, stop, ready)
     except* errors.WeirError as failures:
-        raise failures.exceptions[0] from None
+        fault: BaseException = failures
+        while isinstance(fault, BaseExceptionGroup):  # bounded by the nesting of task groups
+            fault = fault.exceptions[0]
+        raise fault from None
     finally:
         for answer in answers:
             answer.cancel()
@@ -105,7 +109,7 @@ async def _stream_first_answer(state: Path) -> None:
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65_535:
+    if not host or not port.isdigit() or int(port) > _PORT_MAX:
         raise errors.InvalidRequest(f"--listen takes HOST:PORT, not {text!r}.", members={"field": "--listen"})
     return host.strip("[]"), int(port)
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import structlog
 
 from weir import errors
-from weir.config import EngineConfig
+from weir.config import EngineConfig, read_api_key
 from weir.core.registry.model import EngineKind, Pool, Revision
 from weir.core.request import Message, Sampling
 from weir.messages import ReplicaAddress
@@ -72,6 +72,7 @@ class Supervisor:
         self._launcher = launcher
         self._engine_for = engine_for
         self._config = config
+        self._url_api_key = read_api_key(config)
         self._clock = clock
         self._pools: dict[str, _PoolKeeping] = {}
         self._condemned: dict[str, asyncio.Event] = {}
@@ -98,11 +99,12 @@ class Supervisor:
         """Why the pool's last start or replica failed, if it did."""
         return self._pools[pool].last_fault
 
-    async def wait_ready(self) -> None:
-        """Until every pool that is not on demand had a ready replica."""
+    async def wait_ready(self) -> bool:
+        """True, once every pool that is not on demand had a ready replica."""
         for keeping in self._pools.values():
             if not keeping.pool.on_demand:
                 await keeping.ready.wait()
+        return True
 
     async def run(self) -> None:
         """Keep the pools until cancelled; then stop what was started."""
@@ -132,7 +134,7 @@ class Supervisor:
             name = self._name(keeping)
             self._fleet.add(name, keeping.pool.name, keeping.pool.concurrency)
             try:
-                await self._watch(keeping, self._address(keeping, name, url, None))
+                await self._watch(keeping, self._address(keeping, name, url, self._url_api_key))
             finally:
                 self._fleet.gone(keeping.pool.name, name)
 

@@ -7,8 +7,6 @@ show.
 from asyncio import TimerHandle
 from dataclasses import dataclass, field
 
-import msgspec
-
 from weir.core.admission import Admit, Bound
 from weir.core.endings import FinishReason, ending
 from weir.core.ledger.records import EndRecord, ExecutionId, SettleRecord, Timing
@@ -113,24 +111,24 @@ def _identity(execution: Execution) -> GenerationRecord:
 
 def shown_as(execution: Execution, end: EndRecord, *, posted: bool) -> GenerationRecord:
     """The public record with the ledger's end record in it."""
-    shown = msgspec.structs.replace(
-        _identity(execution),
+    acquire, settled = execution.acquire, end if isinstance(end, SettleRecord) else None
+    return GenerationRecord(
+        generation_id=acquire.generation_id,
+        request_id=execution.id.request_id,
+        execution=execution.id.execution,
+        alias=acquire.alias,
+        revision=acquire.revision,
         status=end.status,
         finish_reason=end.finish_reason,
+        input_tokens=settled.input_tokens if settled else 0,
+        cached_input_tokens=settled.cached_input_tokens if settled else 0,
+        output_tokens=settled.output_tokens if settled else 0,
+        cost_microusd=settled.cost_microusd if settled else 0,
+        basis=settled.basis if settled else None,
         posted=posted,
         timing=end.timing,
         error_code=end.error_code,
         error_detail=end.error_detail,
-    )
-    if not isinstance(end, SettleRecord):
-        return shown
-    return msgspec.structs.replace(
-        shown,
-        input_tokens=end.input_tokens,
-        cached_input_tokens=end.cached_input_tokens,
-        output_tokens=end.output_tokens,
-        cost_microusd=end.cost_microusd,
-        basis=end.basis,
     )
 
 

@@ -8,6 +8,7 @@ import binascii
 import hashlib
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import lru_cache
 from typing import TypeAlias
 
 KEY_SECRET_BYTES = 32
@@ -128,6 +129,7 @@ class Scope:
 Scopes: TypeAlias = tuple[Scope, ...]
 
 
+@lru_cache(maxsize=16_384)
 def scopes_of(tenant: str, application: str, key: str, alias: str) -> Scopes:
     """Every scope whose limits apply to a request, widest first."""
     return (

@@ -67,10 +67,10 @@ class Exchange:
         if self._over:
             return
         self._over = True
-        if self._connecting is not None:
-            self._connecting.cancel()
         if self._connection is not None:
             self._connection.abort()
+        elif self._connecting is not None:
+            self._connecting.cancel()
 
     async def wait_closed(self) -> None:
         """Returns once the socket of a closed exchange is gone."""
@@ -88,6 +88,12 @@ class Exchange:
     def bound(self) -> bool:
         """Whether a connection carries it now."""
         return self._connection is not None
+
+    def lose(self, fault: errors.EngineFault) -> None:
+        """Connecting was given up. uvloop then closes a connection that was just made without telling it; this does."""
+        if self._connection is not None:
+            self._connection.connection_lost(None)
+        self.fail(fault)
 
     def begin(self) -> None:
         """Send on an idle connection, or on a new one."""
@@ -378,14 +384,12 @@ class HttpClient:
             async with asyncio.timeout(self._connect_ms / 1_000):
                 await loop.create_connection(lambda: _Connection(self, exchange), origin.host, origin.port, ssl=tls)
         except (OSError, TimeoutError):
-            if not exchange.bound:
-                exchange.fail(errors.ReplicaLost("The replica cannot be reached."))
+            exchange.lose(errors.ReplicaLost("The replica cannot be reached."))
 
     def _connected(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
         self._connecting.discard(task)
         if task.cancelled():
-            if not exchange.bound:
-                exchange.fail(errors.ReplicaLost("The engine client was closed."))
+            exchange.lose(errors.ReplicaLost("The engine client was closed."))
         elif (failure := task.exception()) is not None:
             task.get_loop().call_exception_handler({"message": "connecting to a replica failed", "exception": failure})
 

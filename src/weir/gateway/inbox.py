@@ -24,6 +24,9 @@ from weir.messages import (
 )
 from weir.ports import CoordinatorLink
 
+_OF_THE_SESSION = (Snapshot, FleetView, Drain, Found, StandingFound)
+"""Messages that are not about one request."""
+
 
 class Listener(Protocol):
     """A request that waits for messages with its ref."""
@@ -68,21 +71,22 @@ class Inbox:
 
     def deliver(self, message: Down) -> None:
         """One message of the coordinator."""
-        if isinstance(message, Snapshot):
+        if not isinstance(message, _OF_THE_SESSION):
+            if (listener := self._listeners.get(message.ref)) is not None:
+                listener.deliver(message)
+        elif isinstance(message, Snapshot):
             if message.version >= self.snapshot.version:
                 self.snapshot = message
         elif isinstance(message, FleetView):
             self._ready = {}
             for replica in message.ready:
                 self._ready.setdefault(replica.revision, []).append(replica)
-        elif isinstance(message, Found | StandingFound):
+        elif isinstance(message, Drain):
+            self.on_drain()
+        else:
             answer = self._queries.pop(message.query, None)
             if answer is not None and not answer.done():
                 answer.set_result(message)
-        elif isinstance(message, Drain):
-            self.on_drain()
-        elif (listener := self._listeners.get(message.ref)) is not None:
-            listener.deliver(message)
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────────
 

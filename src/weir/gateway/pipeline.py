@@ -51,7 +51,9 @@ class Gateway:
     def connect(self, link: CoordinatorLink, engine_for: EngineFor, step_tokens: Tokens, store_wait_ms: Millis) -> None:
         """Use this link; once, before `run`."""
         self.inbox.link = link
-        self._parts = RelayParts(self._clock, link, self._config, step_tokens, store_wait_ms, engine_for, self._spawn)
+        self._parts = RelayParts(
+            self._clock, link, self._config, step_tokens, store_wait_ms, engine_for, self._planner.cache_salt, self._spawn
+        )
 
     async def run(self) -> None:
         """Tick the relays and own the gateway's tasks until `close`."""
@@ -77,6 +79,7 @@ class Gateway:
         try:
             plan = await self._planner.plan(principal, request)
         except errors.WeirError as refusal:
+            self.count_refusal(refusal)
             await answer.refuse(refusal, await self.standing(principal, request.model_alias), None)
             return
         if answer.client.is_lost:
@@ -124,7 +127,9 @@ class Gateway:
             await relay.until(lambda: relay.is_over)
         finally:
             deadline.cancel()
-        await self._end(relay, plan, answer, accepted.standing)
+        if not relay.shows_no_answer:
+            await self._wait_until_durable(relay, plan, answer)
+        await self._end(relay, answer, accepted.standing)
 
     async def _open_stream(self, relay: Relay, answer: Answer, accepted: Accepted) -> None:
         """Send the headers when dispatched with a durable hold, or early once that hold is durable; not if it ends before."""
@@ -135,22 +140,19 @@ class Gateway:
             await answer.open(accepted)
             relay.open_output()
 
-    async def _end(self, relay: Relay, plan: Plan, answer: Answer, standing: StandingView) -> None:
-        if relay.shows_no_answer:
-            answer.client.abort()
-            return
-        record = relay.record
-        assert record is not None
+    async def _wait_until_durable(self, relay: Relay, plan: Plan, answer: Answer) -> None:
+        """The end is decided: wait for its record, as long as somebody waits for the answer, and never for long."""
+        record, parts = relay.record, self._parts
+        assert record is not None and parts is not None
         completed = record.status is Status.COMPLETED
-        if completed and not plan.request.stream:
-            # The coordinator bounds this wait: it tells when the settlement is durable, and when it is given up.
-            await relay.until(lambda: relay.end_booked or relay.shows_no_answer)
-        else:
-            if completed and relay.is_open:
-                answer.finish_reason(record)
-            assert self._parts is not None
-            await relay.until(lambda: relay.end_booked, self._parts.store_wait_ms)
-        if relay.shows_no_answer:  # it left while its end became durable
+        if completed and relay.is_open:
+            answer.finish_reason(record)
+        # For a whole answer the coordinator bounds this: it tells when the settlement is durable, and when it is given up.
+        bound_ms = None if completed and not plan.request.stream else parts.store_wait_ms
+        await relay.until(lambda: relay.end_booked or relay.shows_no_answer, bound_ms)
+
+    async def _end(self, relay: Relay, answer: Answer, standing: StandingView) -> None:
+        if relay.shows_no_answer:
             answer.client.abort()
             return
         record = relay.record
@@ -163,8 +165,12 @@ class Gateway:
             f"The deadline of {plan.deadline_ms} ms passed before the request could be admitted.",
             members={"predicted_ms": waited_ms, "deadline_ms": plan.deadline_ms},
         )
-        self._telemetry.rejected(refusal.code)
+        self.count_refusal(refusal)
         await answer.refuse(refusal, await self.standing(plan.principal, plan.alias.name), None)
+
+    def count_refusal(self, refusal: errors.WeirError) -> None:
+        """A request for a generation was refused before the coordinator saw it."""
+        self._telemetry.rejected(refusal.code)
 
     # ── small ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -40,12 +40,13 @@ class Plan:
 
 
 class Planner:
-    """digest_key: the platform's secret for body digests."""
+    """digest_key and salt_key: the platform's secrets for body digests and for cache salts."""
 
-    def __init__(self, inbox: Inbox, engine_for: EngineFor, digest_key: bytes) -> None:
+    def __init__(self, inbox: Inbox, engine_for: EngineFor, digest_key: bytes, salt_key: bytes) -> None:
         self._inbox = inbox
         self._engine_for = engine_for
         self._digest_key = digest_key
+        self._salt_key = salt_key
 
     async def plan(self, principal: Principal, request: InferenceRequest) -> Plan:
         """Raises UnknownAlias, InvalidRequest or InputTooLong."""
@@ -70,6 +71,11 @@ class Planner:
             return None
         return await self._engine_for(revision.engine).count_input(replica, request.prompt, revision.chat)
 
+    def cache_salt(self, plan: Plan) -> str:
+        """What keeps this tenant's prefix cache apart from every other's on engines with salted caches."""
+        scope = msgspec.json.encode((plan.principal.tenant, plan.revision.id))
+        return hmac.digest(self._salt_key, scope, hashlib.sha256).hex()
+
     def digest(self, plan: Plan) -> bytes:
         """Keyed digest of the request after defaults, without request id, stream and deadline."""
         request = plan.request
@@ -82,7 +88,7 @@ def _max_output(request: InferenceRequest, alias: Alias, revision: Revision, cou
     asked = request.max_output_tokens
     if asked is not None and asked > revision.max_output_tokens:
         raise errors.InvalidRequest(
-            f"max_output_tokens is {asked}; this model gives at most {revision.max_output_tokens}.",
+            f"This model gives at most {revision.max_output_tokens} output tokens.",
             members={"field": "max_output_tokens", "accepted": f"1 to {revision.max_output_tokens}"},
         )
     wanted = asked if asked is not None else alias.default_max_output_tokens

@@ -69,6 +69,7 @@ class RelayParts:
     step_tokens: Tokens
     store_wait_ms: Millis
     engine_for: Callable[..., Engine]
+    salt_of: Callable[[Plan], str]
     spawn: Callable[["Coroutine[Any, Any, None]"], None]
 
 
@@ -106,16 +107,20 @@ class Relay:
 
     async def until(self, reached: Callable[[], bool], timeout_ms: Millis | None = None) -> bool:
         """Wait until a phase is reached; False after the timeout."""
-        if reached():
+        if timeout_ms is None or reached():
+            await self._wait_until(reached)
             return True
         try:
-            async with asyncio.timeout(None if timeout_ms is None else timeout_ms / 1e3):
-                while not reached():
-                    self._changed.clear()
-                    await self._changed.wait()
+            async with asyncio.timeout(timeout_ms / 1e3):
+                await self._wait_until(reached)
         except TimeoutError:
             return reached()
         return True
+
+    async def _wait_until(self, reached: Callable[[], bool]) -> None:
+        while not reached():
+            self._changed.clear()
+            await self._changed.wait()
 
     @property
     def is_over(self) -> bool:
@@ -189,6 +194,7 @@ class Relay:
             chat=self._plan.revision.chat,
             max_output_tokens=self._plan.max_output_tokens,
             sampling=request.sampling,
+            cache_salt=self._parts.salt_of(self._plan) if granted.replica.cache_salt else None,
         )
         self._run = self._parts.engine_for(granted.replica.engine).start(call, self)
 

@@ -65,7 +65,6 @@ class Seen:
     lost: bool = False  # the process died before its end was known
     posted: MicroDollars = 0
     handed: Tokens = 0
-    handed_text: int = 0
 
 
 @dataclass(slots=True)
@@ -108,7 +107,7 @@ class Durable:
 
 
 class Checker:
-    """The witness of one world. prompt_of: the prompt behind an exchange's name."""
+    """The witness of one world. prompts: by the exchange's name; seen: by generation id; limits: in force now."""
 
     def __init__(self, clock: Clock, ledger: Records, price: Price, config: CoordinatorConfig, concurrency: int) -> None:
         self._clock = clock
@@ -349,12 +348,11 @@ class Checker:
         assert seen.end is None, f"{answer.name}: output after its end was decided"
 
     def _match(self, reply: Script, seen: Seen, text: str) -> Tokens:
-        """The token count after `text`, which must be the next piece; empty pieces pass unseen."""
+        """The token count after `text`, which must be the next piece with text."""
         position = seen.handed
         while position < reply.tokens and not reply.piece(position):
             position += 1
         assert position < reply.tokens and reply.piece(position) == text, "the client got other bytes than the engine made"
-        seen.handed_text += 1
         return position + 1
 
     def script_of(self, name: str, seen: Seen) -> Script:

@@ -26,7 +26,8 @@ class Habits:
     """How a client reads and when it goes. None: it does not do that.
 
     bytes_per_s: its reading speed, else at once. stuck_after: bytes after which it reads nothing more. leaves_after_bytes and
-    leaves_after_ms: it closes the connection then. cancels_after_ms: it cancels its request by id then.
+    leaves_after_ms: it closes the connection then. cancels_after_ms: it cancels its request by id then. headers_ms: how long
+    its connection takes the headers.
     """
 
     bytes_per_s: int | None = None
@@ -34,6 +35,7 @@ class Habits:
     leaves_after_bytes: Bytes | None = None
     leaves_after_ms: Millis | None = None
     cancels_after_ms: Millis | None = None
+    headers_ms: Millis = 0
 
 
 PATIENT = Habits()
@@ -83,7 +85,9 @@ class SimClient:
         self._watcher = watcher
 
     async def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Headers are not simulated."""
+        """Headers carry nothing here, but may take their time."""
+        if self._habits.headers_ms:
+            await asyncio.sleep(self._habits.headers_ms / 1e3)
 
     def write(self, body: bytes) -> None:
         """Hand over bytes; a client that has had enough leaves at the next turn of the loop."""

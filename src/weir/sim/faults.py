@@ -39,6 +39,7 @@ class StepClock(VirtualClock):
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__(loop)
         self._stepped_ms: Millis = 0
+        self.was_stepped = False
 
     def wall_ms(self) -> Millis:
         """The stepped wall clock."""
@@ -47,6 +48,7 @@ class StepClock(VirtualClock):
     def step_wall(self, by_ms: Millis) -> None:
         """Set the wall clock forward, or back when by_ms is negative."""
         self._stepped_ms += by_ms
+        self.was_stepped = True
 
 
 class StoreWeather:
@@ -136,33 +138,41 @@ FaultPlan = Callable[[EngineCall], tuple[Tokens, WeirError] | None]
 """Which call fails by itself: after how many tokens, and how. None: it does not."""
 
 
-class FaultyEngine:
-    """The Engine port over a simulated engine: calls that fail on request, and silence that is noticed after idle_ms.
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """How replicas are reached. idle_ms: silence that counts as stalled. burst: tokens that arrive in one read.
 
-    on_start: called with each call before the engine sees it. concurrency: what a replica may hold at once, asserted against
-    what its batch really holds.
+    concurrency: what a replica may hold at once, asserted against what its batch really holds.
     """
 
-    def __init__(
-        self, engine: SimulatedEngine, idle_ms: Millis, concurrency: int, on_start: Callable[[EngineCall], None]
-    ) -> None:
+    concurrency: int
+    idle_ms: Millis = 5_000
+    burst: int = 1
+
+
+class FaultyEngine:
+    """The Engine port over a simulated engine: calls that fail on request, and silence that is noticed.
+
+    on_start: called with each call before the engine sees it.
+    """
+
+    def __init__(self, engine: SimulatedEngine, traits: EngineTraits, on_start: Callable[[EngineCall], None]) -> None:
         self.inner = engine
         self.calls: list[CallTruth] = []
         self.fault_plan: FaultPlan = lambda call: None
-        self._idle_ms = idle_ms
-        self._concurrency = concurrency
+        self._traits = traits
         self._on_start = on_start
 
     def start(self, call: EngineCall, sink: EngineSink) -> EngineRun:
         """Begin a generation."""
         load = self.inner.load(call.replica.name)
         held = load.running + load.waiting
-        assert held < self._concurrency, f"{call.replica.name} holds {held} runs and is given another"
+        assert held < self._traits.concurrency, f"{call.replica.name} holds {held} runs and is given another"
         self._on_start(call)
         assert isinstance(call.prompt, str)
         truth = CallTruth(call.prompt, call.replica.name)
         self.calls.append(truth)
-        watched = _WatchedRun(sink, truth, self._idle_ms, self.fault_plan(call))
+        watched = _WatchedRun(sink, truth, self._traits, self.fault_plan(call))
         watched.run = self.inner.start(call, watched)
         return watched
 
@@ -191,11 +201,15 @@ class _WatchedRun:
 
     run: EngineRun
 
-    def __init__(self, sink: EngineSink, truth: CallTruth, idle_ms: Millis, planned: tuple[Tokens, WeirError] | None) -> None:
+    def __init__(
+        self, sink: EngineSink, truth: CallTruth, traits: EngineTraits, planned: tuple[Tokens, WeirError] | None
+    ) -> None:
         self._sink = sink
         self._truth = truth
         self._planned = planned
-        self._idle_s = idle_ms / 1e3
+        self._idle_s = traits.idle_ms / 1e3
+        self._burst = traits.burst
+        self._unread: list[Delta] = []
         self._loop = asyncio.get_running_loop()
         self._over = False
         self._paused = False
@@ -223,20 +237,29 @@ class _WatchedRun:
         await self.run.stopped()
 
     def on_deltas(self, deltas: Sequence[Delta]) -> None:
-        """Count, pass on, and fail if it is time."""
+        """Count, pass on what a read takes, and fail if it is time."""
         if self._over:
             return
         self._watch_again()
         self._truth.emitted = deltas[-1].tokens or 0
-        self._sink.on_deltas(deltas)
+        self._unread += deltas
+        if len(self._unread) >= self._burst:
+            self._read()
         if not self._over and self._planned is not None and self._truth.emitted >= self._planned[0]:
             self._fail(self._planned[1])
 
     def on_end(self, end: EngineEnd) -> None:
         """Pass on."""
         if not self._over:
+            self._read()
+        if not self._over:
             self._close()
             self._sink.on_end(end)
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        if unread:
+            self._sink.on_deltas(unread)
 
     def _watch_again(self) -> None:
         self._timer.cancel()

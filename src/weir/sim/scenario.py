@@ -53,6 +53,7 @@ def spec_of(seed: int) -> Spec:
         slowness=random.choice([2.0, 10.0, 25.0]),
         engine_idle_ms=random.choice([1_000, 5_000]),
         engine_stop_ms=random.choice([500, 3_000]),
+        engine_burst=random.choice([1, 1, 4, 40]),
         tenants=TENANTS,
         limits=limits_of(random),
         coordinator=coordinator,
@@ -69,9 +70,9 @@ def limits_of(random: Random) -> dict[Scope, Limits]:
         for scope in random.sample(scopes, random.randint(0, 3)):
             limits[scope] = Limits(
                 requests_per_minute=random.choice([None, None, 10, 40]),
-                tokens_per_minute=random.choice([None, None, 1_500, 6_000]),
-                concurrency=random.choice([None, 1, 4]),
-                spend_microusd_lifetime=random.choice([None, 0, 400, 2_000]) if random.random() < 0.5 else None,
+                tokens_per_minute=random.choice([None, None, 500, 3_000]),
+                concurrency=random.choice([None, None, 1, 6]),
+                spend_microusd_lifetime=random.choices([None, 0, 400, 1_500], [6, 0.2, 1, 2])[0],
             )
     return limits
 
@@ -132,6 +133,8 @@ def _habits(random: Random) -> Habits:
         return Habits(leaves_after_ms=random.choice([0, 5, random.randint(0, 3_000)]))
     if kind in (5, 6):
         return Habits(cancels_after_ms=random.choice([0, 5, random.randint(0, 3_000)]))
+    if kind == 7:
+        return Habits(headers_ms=random.randint(1, 1_500), cancels_after_ms=random.choice([None, random.randint(0, 2_000)]))
     return PATIENT
 
 
@@ -193,6 +196,10 @@ async def _lost_answers(world: World, random: Random) -> None:
 
 
 async def _crash(world: World, random: Random) -> None:
+    """At any moment; every other time in the middle of a slow write, when much waits for it."""
+    if random.random() < 0.5:
+        world.weather.extra_ms = random.choice([300, 1_000])
+        await asyncio.sleep(random.uniform(0.1, 2.0))
     if world.is_accepting:
         await world.crash(land=random.random() < 0.5)
         await asyncio.sleep(random.choice([0, 1]))

@@ -30,7 +30,7 @@ from weir.ports import UsageQuery
 from weir.sim.audit import Evidence, Exchange, audit, audit_balances
 from weir.sim.checks import Checker
 from weir.sim.clients import PATIENT, Habits, SimAnswer, SimClient
-from weir.sim.faults import CellStore, FaultyEngine, StepClock, StoreWeather
+from weir.sim.faults import CellStore, EngineTraits, FaultyEngine, StepClock, StoreWeather
 from weir.sim.random_source import SeededEntropy, seeded_random, step_noise
 from weir.sim.replicas import PoolPlan, SimSupervisor
 from weir.sim.virtual_loop import VirtualLoop, run
@@ -58,6 +58,7 @@ class Spec:
     slowness: float = 10.0
     engine_idle_ms: Millis = 5_000
     engine_stop_ms: Millis = 3_000
+    engine_burst: int = 1
     restart_ms: Millis = 2_000
     tenants: int = 2
     limits: Mapping[Scope, Limits] = field(default_factory=dict)
@@ -133,7 +134,7 @@ class Cell:
             telemetry=telemetry,
         )
         self.coordinator = Coordinator(parts, world.snapshot)
-        planner = Planner(self.inbox, lambda kind: self.engine, b"digest key")
+        planner = Planner(self.inbox, lambda kind: self.engine, b"digest key", b"salt key")
         entropy = SeededEntropy(world.seed, f"entropy-{serial}")
         self.gateway = Gateway(clock, entropy, spec.gateway, self.inbox, planner, telemetry)
         self.wire = Wire(self.inbox, world.checker.heard)
@@ -182,7 +183,8 @@ class World:
         noise = step_noise(seeded_random(self.seed, f"engine-{serial}"))
         replica = SimulatedReplica(concurrency=spec.concurrency, noise=lambda step_ms: spec.slowness * noise(step_ms))
         inner = SimulatedEngine(replica, bounds=SimulatedBounds(stop_ms=spec.engine_stop_ms))
-        engine = FaultyEngine(inner, spec.engine_idle_ms, spec.concurrency, self.checker.engine_started)
+        traits = EngineTraits(spec.concurrency, spec.engine_idle_ms, spec.engine_burst)
+        engine = FaultyEngine(inner, traits, self.checker.engine_started)
         self._engines.append(engine)
         return engine
 
@@ -235,6 +237,8 @@ class World:
         await _cancel(cell.services[2:])
         await asyncio.wait(cell.services, timeout=QUIET_S)
         assert all(service.done() for service in cell.services), "a part does not stop"
+        if cell.journal.backlog:  # the store stayed away: what was not written is lost with the process
+            self.checker.cell_died()
         await cell.engine.aclose()
 
     def publish(self, snapshot: Snapshot) -> None:
@@ -307,7 +311,8 @@ class World:
                 emitted[prompt] = max(tokens, emitted.get(prompt, 0))
         lookups = await self._look_up_all()
         step = self.spec.coordinator.delivery_step_tokens
-        audit(Evidence(self.checker, self.exchanges, lookups, emitted, step, PRICE))
+        takes_are_dated = self._serial == 1 or not self.clock.was_stepped
+        audit(Evidence(self.checker, self.exchanges, lookups, emitted, step, PRICE, takes_are_dated))
 
     async def _look_up_all(self) -> dict[tuple[str, str], GenerationRecord | None]:
         return {name: (await self.cell.inbox.lookup(*name)).record for name in self._orders}

@@ -45,14 +45,19 @@ class Balance:
 class Account:
     """Everything counted for one scope."""
 
+    scope: Scope
     limits: Limits = field(default_factory=Limits)
+    is_limited: bool = False
     in_flight: int = 0
     windows: dict[str, Balance] = field(default_factory=dict)
     buckets: dict[str, Bucket] = field(default_factory=dict)
 
     def balance(self, window: str) -> Balance:
         """The balance of a window, created at zero on first use."""
-        return self.windows.setdefault(window, Balance())
+        found = self.windows.get(window)
+        if found is None:
+            found = self.windows[window] = Balance()
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class _OpenHold:
-    scopes: Scopes
+    accounts: tuple[Account, ...]
     worst: Worst
     windows: tuple[WindowTake, ...]
 
@@ -92,6 +97,7 @@ class Book:
 
     def __init__(self) -> None:
         self._accounts: dict[Scope, Account] = {}
+        self._accounts_by_leaf: dict[tuple[str | None, ...], tuple[Account, ...]] = {}
         self._holds: dict[Hashable, _OpenHold] = {}
 
     # ── configuration ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -116,12 +122,30 @@ class Book:
             elif bucket.rate != rate:
                 bucket.change_rate(rate, now_ns)
         account.limits = limits
+        account.is_limited = not limits.is_empty
 
     def _account(self, scope: Scope) -> Account:
         account = self._accounts.get(scope)
         if account is None:
-            account = self._accounts[scope] = Account()
+            account = self._accounts[scope] = Account(scope)
         return account
+
+    def _known_accounts(self, scopes: Scopes) -> Iterable[Account]:
+        """The accounts of a request's scopes that exist; makes none, because a caller may name an alias that is none."""
+        leaf = scopes[-1]
+        known = self._accounts_by_leaf.get((leaf.tenant, leaf.application, leaf.key, leaf.alias))
+        if known is not None:
+            return known
+        return [account for scope in scopes if (account := self._accounts.get(scope)) is not None]
+
+    def _accounts_in(self, scopes: Scopes) -> tuple[Account, ...]:
+        """The accounts of a request's scopes, remembered by the narrowest one: accounts are never removed."""
+        leaf = scopes[-1]
+        key = (leaf.tenant, leaf.application, leaf.key, leaf.alias)
+        accounts = self._accounts_by_leaf.get(key)
+        if accounts is None:
+            accounts = self._accounts_by_leaf[key] = tuple(self._account(scope) for scope in scopes)
+        return accounts
 
     # ── recovery ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -143,21 +167,18 @@ class Book:
 
     def check(self, scopes: Scopes, worst: Worst, now_ns: Nanos) -> errors.WeirError | None:
         """The first limit that refuses this request, widest scope first, or None. Changes nothing."""
-        for scope in scopes:
-            account = self._accounts.get(scope)
-            if account is not None and not account.limits.is_empty:
-                refusal = _refusal_of(scope, account, worst, now_ns)
-                if refusal is not None:
-                    return refusal
+        for account in self._known_accounts(scopes):
+            if account.is_limited and (refusal := _refusal_of(account, worst, now_ns)) is not None:
+                return refusal
         return None
 
     def take(self, hold: Hashable, scopes: Scopes, worst: Worst, now_ns: Nanos) -> Taken:
         """Hold the worst case in every account. The caller asked `check` in the same step."""
         assert hold not in self._holds
+        accounts = self._accounts_in(scopes)
         windows = (WindowTake(LIFETIME_WINDOW, worst.cost_microusd, worst.tokens),)
         takes: list[BucketTake] = []
-        for scope in scopes:
-            account = self._account(scope)
+        for account in accounts:
             account.in_flight += 1
             for window in windows:
                 balance = account.balance(window.window)
@@ -166,8 +187,8 @@ class Book:
             for name, bucket in account.buckets.items():
                 units = 1 if name == "requests_per_minute" else worst.tokens
                 bucket.take(hold, units, now_ns)
-                takes.append(BucketTake(scope.application, scope.key, scope.alias, name, units))
-        self._holds[hold] = _OpenHold(scopes, worst, windows)
+                takes.append(_bucket_take(account.scope, name, units))
+        self._holds[hold] = _OpenHold(accounts, worst, windows)
         return Taken(windows, tuple(takes))
 
     def end(self, hold: Hashable, charge: Charge, now_ns: Nanos) -> tuple[BucketTake, ...]:
@@ -175,8 +196,7 @@ class Book:
         opened = self._holds.pop(hold)
         assert charge.cost_microusd <= opened.worst.cost_microusd and charge.tenant_tokens <= opened.worst.tokens
         returns: list[BucketTake] = []
-        for scope in opened.scopes:
-            account = self._accounts[scope]
+        for account in opened.accounts:
             account.in_flight -= 1
             for window in opened.windows:
                 balance = account.balance(window.window)
@@ -187,7 +207,7 @@ class Book:
             for name, bucket in account.buckets.items():
                 used = 1 if name == "requests_per_minute" else charge.tenant_tokens
                 if returned := bucket.settle(hold, used, now_ns):
-                    returns.append(BucketTake(scope.application, scope.key, scope.alias, name, returned))
+                    returns.append(_bucket_take(account.scope, name, returned))
         return tuple(returns)
 
     def forgive(self, scopes: Scopes, microusd: MicroDollars, tokens: Tokens) -> None:
@@ -213,16 +233,8 @@ class Book:
 
     def standing(self, scopes: Scopes, now_ns: Nanos) -> Standing:
         """The tightest per-minute limits of these scopes: those with the least remaining."""
-        return Standing(*(self._tightest(scopes, name, now_ns) for name in _MINUTE_LIMITS))
-
-    def _tightest(self, scopes: Scopes, name: str, now_ns: Nanos) -> LimitStanding:
-        accounts = (account for scope in scopes if (account := self._accounts.get(scope)) is not None)
-        buckets = [bucket for account in accounts if (bucket := account.buckets.get(name)) is not None]
-        if not buckets:
-            return LimitStanding()
-        tightest = min(buckets, key=lambda bucket: (bucket.remaining(now_ns), bucket.rate))
-        reset_ms = ceil_ms_from_ns(tightest.full_again_ns(now_ns))
-        return LimitStanding(tightest.rate, tightest.remaining(now_ns), reset_ms)
+        accounts = [account for account in self._known_accounts(scopes) if account.buckets]
+        return Standing(*(_tightest(accounts, name, now_ns) for name in _MINUTE_LIMITS))
 
     def accounts_of(self, tenant: str, now_ns: Nanos) -> list[dict[str, Any]]:
         """A tenant's limited accounts as the management API shows them: one row per scope and limit."""
@@ -244,8 +256,21 @@ def _scopes_of_leaf(leaf: Scope) -> Iterable[Scope]:
     return scopes_of(leaf.tenant, leaf.application, leaf.key, leaf.alias)
 
 
-def _refusal_of(scope: Scope, account: Account, worst: Worst, now_ns: Nanos) -> errors.WeirError | None:
+def _bucket_take(scope: Scope, limit: str, units: int) -> BucketTake:
+    return BucketTake(scope.application, scope.key, scope.alias, limit, units)
+
+
+def _tightest(accounts: Iterable[Account], name: str, now_ns: Nanos) -> LimitStanding:
+    found = [(bucket.remaining(now_ns), bucket.rate, bucket) for account in accounts if (bucket := account.buckets.get(name))]
+    if not found:
+        return LimitStanding()
+    remaining, rate, bucket = min(found, key=lambda entry: entry[:2])
+    return LimitStanding(rate, remaining, ceil_ms_from_ns(bucket.full_again_ns(now_ns)))
+
+
+def _refusal_of(account: Account, worst: Worst, now_ns: Nanos) -> errors.WeirError | None:
     """The first limit of one scope that refuses: requests, tokens, concurrency, spend."""
+    scope = account.scope
     for name, error, units in (
         ("requests_per_minute", errors.RequestsLimited, 1),
         ("tokens_per_minute", errors.TokensLimited, worst.tokens),

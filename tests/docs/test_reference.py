@@ -1,0 +1,204 @@
+"""The reference pages name exactly what the code has: settings, errors, endings, commands, limits, states."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+from tests.docs.pages import ROOT, column, name_in, names_in, pages, prose_of, table
+from tools import check_links
+
+from weir import errors
+from weir.api import generations, openai
+from weir.cli.main import ENTRIES, command_line
+from weir.config import WeirConfig, load_config
+from weir.core.endings import Availability, EndingRule, FinishReason, ending
+from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES
+from weir.core.tenancy import ENFORCED_LIMITS, PLANNED_LIMITS, Role
+from weir.ports import USAGE_GROUPS
+
+API, ADMIN = "docs/reference/api.md", "docs/reference/admin-api.md"
+CONFIGURATION, CLI = "docs/reference/configuration.md", "docs/reference/cli.md"
+INTERNAL = {errors.StaleEpoch.code, errors.StateLocked.code, errors.StateUnreadable.code}
+"""Errors that never leave the process."""
+
+ADMIN_OPTIONS = {"--state", "--admin", "--admin-key"}
+
+
+# ── configuration ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def settings() -> dict[str, Any]:
+    """Every key with its default."""
+    config = WeirConfig()
+    sections = {section.name: getattr(config, section.name) for section in fields(config)}
+    return {f"{name}.{key.name}": getattr(section, key.name) for name, section in sections.items() for key in fields(section)}
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    """Protects operators: the page has each key once, and its default is the one in force."""
+    documented = {name_in(row[0]): row[1] for row in table(CONFIGURATION, "key")}
+    assert column(CONFIGURATION, "key") == list(settings())
+    for key, default in settings().items():
+        shown = "kind" if key.startswith("pool.") else "none"
+        assert documented[key] == (shown if default is None else msgspec.json.encode(default).decode())
+
+
+def accepts(path: Path, key: str, value: str) -> bool:
+    """Whether a configuration with this one key is accepted."""
+    section, _, name = key.partition(".")
+    path.write_text(f"[{section}]\n{name} = {value}\n", encoding="utf-8")
+    try:
+        load_config(path)
+    except errors.InvalidRequest:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("row", table(CONFIGURATION, "key"), ids=column(CONFIGURATION, "key"))
+def test_the_documented_range_is_accepted_and_nothing_beyond(tmp_path: Path, row: list[str]) -> None:
+    """Protects operators from a page that promises another range than the start accepts."""
+    key, path = name_in(row[0]), tmp_path / "weir.toml"
+    if row[3] in ("true or false", "a path"):
+        assert accepts(path, key, "true" if row[3] == "true or false" else '"file"')
+        assert not accepts(path, key, "1")
+        return
+    low, high = map(int, row[3].split(" to "))
+    assert accepts(path, key, str(low))
+    assert accepts(path, key, str(high))
+    assert not accepts(path, key, str(low - 1))
+    assert not accepts(path, key, str(high + 1))
+
+
+# ── errors and endings ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_error_code_is_documented_with_its_status_and_advice() -> None:
+    """Protects clients: the table of errors is the error tree."""
+    rows = {name_in(row[0]): row for row in table(API, "code")}
+    assert rows.keys() == errors.ERROR_BY_CODE.keys() - INTERNAL
+    for code, row in rows.items():
+        error = errors.ERROR_BY_CODE[code]
+        assert (row[1], row[3]) == (str(error.http_status), {None: "–", False: "false", True: "true"}[error.should_retry])
+        if error.should_retry is False:
+            assert row[2] == "–"
+
+
+def retry_advice(rule: EndingRule) -> str:
+    """The column `an SDK should retry`."""
+    if rule.error is None:
+        return "–"
+    return "if nothing was generated" if rule.retry_if_nothing_generated else "no"
+
+
+def ending_row(reason: FinishReason) -> list[str]:
+    """A row of the table of endings as the code has it."""
+    rule = ending(reason)
+    availability = "not counted" if rule.availability is Availability.NOT_COUNTED else rule.availability.value
+    code = f"`{rule.error.code}`" if rule.error else "–"
+    statuses = [str(rule.http_status), str(rule.compatible_http_status)]
+    return [rule.status.value, f"`{reason.value}`", *statuses, code, retry_advice(rule), rule.payer.value, availability]
+
+
+def test_the_table_of_endings_is_the_codes_table() -> None:
+    """Protects the public contract: each ending's status, HTTP, retry, payer and availability, row by row."""
+    assert table(API, "status") == [ending_row(reason) for reason in FinishReason]
+
+
+# ── fields and policy ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_field_of_a_request_is_documented() -> None:
+    """Protects clients: the body fields of both surfaces, and no others."""
+    documented = [name for row in table(API, "field") for name in names_in(row[0])]
+    assert sorted(documented) == sorted([*generations.FIELDS, *openai.FIELDS])
+
+
+def test_workload_classes_are_documented() -> None:
+    """Protects deadlines and targets: the page shows the rows in force."""
+    shown = [
+        [
+            f"`{row.name}`",
+            row.service_class.value,
+            "any" if row.input_tokens_max is None else f"up to {row.input_tokens_max}",
+            *(f"{amount} ms" for amount in (row.default_deadline_ms, row.ttft_target_ms, row.tpot_target_ms)),
+        ]
+        for row in DEFAULT_WORKLOAD_CLASSES
+    ]
+    assert table(API, "class") == shown
+
+
+def test_limits_roles_and_report_columns_are_documented() -> None:
+    """Protects administrators: each limit says whether it is enforced, each role and each grouping column is named."""
+    rows = {name_in(row[0]): row[2] for row in table(ADMIN, "limit")}
+    assert rows.keys() == {*ENFORCED_LIMITS, *PLANNED_LIMITS}
+    assert {name for name, enforced in rows.items() if enforced == "yes"} == set(ENFORCED_LIMITS)
+    assert column(ADMIN, "role") == [role.value for role in Role]
+    assert set(USAGE_GROUPS) <= set(names_in(prose_of(ADMIN)))
+
+
+# ── the command line ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command that does something, by its full name."""
+    for name in ENTRIES:
+        command: Any = typer.main.get_command(command_line([name]))
+        command = command.commands[name]
+        below = getattr(command, "commands", {})
+        yield from ((f"weir {name} {word}", each) for word, each in below.items())
+        if not below:
+            yield f"weir {name}", command
+
+
+def options_of(command: Any) -> set[str]:
+    """Long options of a command."""
+    words = {word for option in command.params for word in (*option.opts, *option.secondary_opts)}
+    return {word for word in words if word.startswith("--")}
+
+
+def test_every_command_is_documented_with_its_options() -> None:
+    """Protects the command line's page: each command has its row, its arguments and its own options."""
+    rows = {re.split(r" (?=[A-Z])", name_in(row[0]))[0]: row for row in table(CLI, "command")}
+    found = dict(commands())
+    assert rows.keys() == found.keys()
+    for name, command in found.items():
+        shared = set() if name in ("weir up", "weir generate") else ADMIN_OPTIONS
+        assert set(names_in(rows[name][1])) == options_of(command) - shared
+        assert shared <= options_of(command)
+        arguments = [option for option in command.params if not option.opts[0].startswith("--")]
+        assert len(re.findall(r" [A-Z]", name_in(rows[name][0]))) == len(arguments)
+
+
+def test_every_option_has_its_meaning() -> None:
+    """Protects the table of options from missing or unknown ones."""
+    documented = {name for row in table(CLI, "option") for name in names_in(row[0])}
+    assert documented == set().union(*(options_of(command) for _, command in commands()))
+
+
+# ── the pages themselves ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_link_leads_somewhere() -> None:
+    """Protects readers: links and anchors of all pages, and no marker of unfinished work."""
+    assert list(check_links.findings_in(ROOT)) == []
+
+
+SOURCE_PATH = re.compile(r"^(?:src|tests|tools|benchmarks|docs)/[\w./-]+?(?:::([\w.]+))?$|^([\w/]+\.py)(?:::([\w.]+))?$")
+
+
+@pytest.mark.parametrize("page", pages())
+def test_files_and_names_in_the_text_exist(page: str) -> None:
+    """Protects readers from a file, a test or a function that was renamed: `path` or `path::name`, also below src/weir."""
+    for name in names_in(prose_of(page)):
+        if not SOURCE_PATH.match(name):
+            continue
+        path, _, defined = name.partition("::")
+        file = next((at for at in (ROOT / path, ROOT / "src/weir" / path) if at.exists()), None)
+        assert file is not None, f"{page} names {path}"
+        last = defined.rpartition(".")[2]
+        assert not last or re.search(rf"\b(def|class) {last}\b|^{last}\b", file.read_text(encoding="utf-8"), re.MULTILINE), name

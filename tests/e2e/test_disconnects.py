@@ -1,0 +1,148 @@
+"""A client that leaves, in every phase and on every surface, ends its request at once and costs what had been generated."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from tests.e2e.ending_stage import Stage, Surface, wait_until
+from tests.e2e.running_cell import running_cell
+from tests.e2e.scripted_engine import Script, ScriptedEngine
+from tests.e2e.sse_client import Call
+
+CONFIG = """
+[pool]
+concurrency = 1
+[engine]
+probe_ms = 100
+"""
+SILENT = Script(first_ms=20_000, note="silent")
+LONG = Script(tokens=400, gap_ms=25, note="long")
+STOPPED_S = 2.0
+"""From leaving to an engine that runs nothing: far below what the request would have taken."""
+
+SURFACES: list[Surface] = ["native", "chat"]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ScriptedEngine]:
+    with ScriptedEngine() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def stage(engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with running_cell(tmp_path_factory.mktemp("disconnects") / "state", engine=(engine.url,), config=CONFIG) as cell:
+        yield Stage(cell)
+        assert "Traceback" not in cell.tail()
+
+
+async def check_stopped(stage: Stage, engine: ScriptedEngine) -> None:
+    """The engine was cut, not waited for."""
+
+    async def is_idle() -> bool:
+        return engine.running == 0
+
+    await wait_until(is_idle, "the engine stopped", STOPPED_S)
+    await stage.check_quiet()
+
+
+async def check_left_while_generating(stage: Stage, engine: ScriptedEngine, call: Call, stream: bool) -> None:
+    """Wait until output exists: shown by the stream, else known from the engine."""
+
+    async def has_generated() -> bool:
+        return engine.sent.get("long", 0) >= 5
+
+    if stream:
+        await call.output_begun()
+    else:
+        await wait_until(has_generated, "the engine generates")
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["closed", "half_closed"])
+@pytest.mark.parametrize("surface", SURFACES)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_leaving_while_it_generates(
+    stage: Stage, engine: ScriptedEngine, stream: bool, surface: Surface, half: bool
+) -> None:
+    """The engine is cut at once; the tenant pays its input and what was generated. Half a close is a close."""
+    caller = await stage.caller()
+    engine.sent.clear()
+    async with stage.call(caller, LONG, "it", stream=stream, surface=surface) as call:
+        await check_left_while_generating(stage, engine, call, stream)
+        if half:
+            call.half_close()
+        else:
+            call.leave()
+        await check_stopped(stage, engine)
+    await stage.check_ended(caller, "it", "disconnect", "tenant")
+    await stage.check_serves(caller)
+
+
+@pytest.mark.parametrize("surface", SURFACES)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_leaving_before_the_first_token(stage: Stage, engine: ScriptedEngine, stream: bool, surface: Surface) -> None:
+    """Nothing was generated, so the platform pays for the input that the engine read."""
+    caller = await stage.caller()
+    async with stage.call(caller, SILENT, "it", stream=stream, surface=surface):
+        await stage.wait_status(caller, "it", "running")
+    await check_stopped(stage, engine)
+    await stage.check_ended(caller, "it", "disconnect", "platform")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_leaving_the_queue(stage: Stage, engine: ScriptedEngine, stream: bool) -> None:
+    """A place in the queue is given up at once, costs nobody anything, and never reaches the engine."""
+    caller, other = await stage.caller(), await stage.caller()
+    async with stage.call(other, LONG, "ahead"):
+        await stage.wait_status(other, "ahead", "running")
+        started, before = engine.started, (await stage.metrics())["weir_queue_entries"]
+        async with stage.call(caller, SILENT, "it", stream=stream):
+            await stage.wait_status(caller, "it", "queued")
+        await stage.wait_status(caller, "it", "cancelled")
+        assert (await stage.metrics())["weir_queue_entries"] == before == 0
+    await check_stopped(stage, engine)
+    assert engine.started == started
+    await stage.check_ended(caller, "it", "disconnect", "nobody")
+
+
+async def test_bytes_of_a_next_request_do_not_hide_that_the_client_left(stage: Stage, engine: ScriptedEngine) -> None:
+    """A client that pipelines a second request and closes is seen to leave the first."""
+    caller = await stage.caller()
+    async with stage.call(caller, LONG, "it") as call:
+        await call.output_begun()
+        call.writer.write(b"GET /healthz HTTP/1.1\r\nhost: weir\r\n\r\n")
+        await call.writer.drain()
+        call.leave()
+        await check_stopped(stage, engine)
+    await stage.check_ended(caller, "it", "disconnect", "tenant")
+
+
+async def test_leaving_while_the_body_is_sent_leaves_nothing(stage: Stage, engine: ScriptedEngine) -> None:
+    """Before admission there is no request: no row, no hold, and the cell goes on."""
+    caller, started = await stage.caller(), engine.started
+    _, writer = await asyncio.open_connection("127.0.0.1", int(stage.cell.api.rsplit(":", 1)[1]))
+    writer.write(b"POST /v1/generations HTTP/1.1\r\nhost: weir\r\ncontent-length: 900\r\n")
+    writer.write(f"authorization: Bearer {caller.secret}\r\n\r\n".encode() + b'{"model_alias": "assistant", "inp')
+    await writer.drain()
+    writer.close()
+    await writer.wait_closed()
+    await stage.check_quiet()
+    assert await stage.usage(caller.tenant) == [] and engine.started == started
+    await stage.check_serves(caller)
+
+
+async def test_many_that_leave_at_once(stage: Stage, engine: ScriptedEngine) -> None:
+    """Forty clients that leave in different phases leave nothing behind."""
+    caller = await stage.caller()
+
+    async def leave(number: int) -> None:
+        async with stage.call(caller, LONG, f"it-{number}", stream=number % 2 == 0):
+            await asyncio.sleep(number * 0.005)  # the moment of leaving, which is what varies
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(40):
+            tasks.create_task(leave(number))
+    await check_stopped(stage, engine)
+    ledger = await stage.admin("GET", f"ledger?tenant={caller.tenant}")
+    assert ledger["open_holds"] == 0 and all(account["held"] == 0 for account in ledger["accounts"])
+    await stage.check_serves(caller)

@@ -1,0 +1,238 @@
+"""What tenants say and what models answer is written nowhere: not in state, logs, metrics, errors or what administrators see.
+
+Every input field carries a mark through every kind of ending and refusal; then everything that the cell wrote is searched.
+A mark may be in the answer to its own caller only where the contract says so: output, and the name of an unknown field.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.ending_stage import Caller, Stage, wait_until
+from tests.e2e.running_cell import running_cell
+from tests.e2e.scripted_engine import Script, ScriptedEngine
+from tests.e2e.sse_client import ask, bearer, calling
+
+MARK = "zqx"
+OUTPUT = f" {MARK}output"
+CONFIG = """
+[pool]
+concurrency = 2
+[engine]
+idle_ms = 500
+probe_ms = 100
+[gateway]
+slow_client_grace_ms = 500
+body_bytes_max = 20000
+[coordinator]
+queue_wait_ms = 400
+"""
+ADMIN_PATHS = [
+    "tenants", "tenants/acme/applications", "tenants/acme/applications/assistant/keys", "limits", "replicas", "pools", "audit",
+    "usage?group_by=tenant,application,key,alias,revision,day,status,workload_class", "ledger?tenant=acme",
+]  # fmt: skip
+
+
+def native(script: Script, **fields: Any) -> dict[str, Any]:
+    """A native body with a mark in each free text."""
+    prompt = Script(**{**_fields(script), "word": OUTPUT, "note": f"{MARK}prompt"}).prompt()
+    turns = [{"role": "system", "content": f"{MARK}system"}, {"role": "user", "content": prompt}]
+    return {"model_alias": "assistant", "input": turns, "stop": [f"{MARK}stop"], "session": f"{MARK}session", **fields}
+
+
+def chat(script: Script, **fields: Any) -> dict[str, Any]:
+    """A chat body with a mark in each free text."""
+    prompt = Script(**{**_fields(script), "word": OUTPUT, "note": f"{MARK}prompt"}).prompt()
+    turns = [{"role": "system", "content": f"{MARK}system", "name": f"{MARK}name"}, {"role": "user", "content": prompt}]
+    more = {"user": f"{MARK}user", "metadata": {f"{MARK}metakey": f"{MARK}metavalue"}, "stop": f"{MARK}stop"}
+    return {"model": "assistant", "messages": turns, **more, **fields}
+
+
+def _fields(script: Script) -> dict[str, Any]:
+    return {name: getattr(script, name) for name in script.__struct_fields__}
+
+
+ENDINGS = [
+    Script(), Script(end="length"), Script(status=500), Script(status=400), Script(end="garbage"), Script(end="error"),
+    Script(end="unfinished"), Script(end="cut"), Script(end="stall"), Script(counts=False), Script(end="reset"),
+]  # fmt: skip
+
+COMPLETED = ENDINGS[:2]
+LONG = Script(tokens=200, gap_ms=20)
+
+REFUSALS: Mapping[str, Any] = {
+    "unknown alias": {"model_alias": f"{MARK}alias"},
+    "unknown field": {f"{MARK}field": f"{MARK}value"},
+    "unknown role": {"input": [{"role": f"{MARK}role", "content": f"{MARK}content"}]},
+    "unknown part": {"input": [{"role": "user", "content": f"{MARK}content", f"{MARK}part": 1}]},
+    "wrong types": {"temperature": f"{MARK}temperature"},
+    "bad id": {"request_id": f"{MARK} id with blanks"},
+    "lone surrogate": {"session": f"\ud800{MARK}"},
+    "long session": {"session": MARK * 100},
+    "too long": {"max_output_tokens": 999_999},
+    "retained": {"retain": True},
+    "stop": {"stop": [f"{MARK}stop"] * 9},
+}
+
+BAD_BODIES = [
+    f'{{"model_alias": "{MARK}a", "input": {MARK}'.encode(),
+    f'["{MARK}list"]'.encode(),
+    f"{MARK}plain".encode(),
+    b'{"input": "' + MARK.encode() + b'\xff\xfe"}',
+    b'{"input": ' + b"[" * 5_000 + MARK.encode(),
+    b'{"model_alias": "assistant", "input": "' + MARK.encode() * 10_000 + b'"}',
+]
+
+
+class Drive:
+    """Sends marked requests of every kind and collects what error answers said."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.caller = stage.demo_caller()
+        self.answers: list[bytes] = []
+
+    async def send(self, path: str, body: Any, key: str | None = None, headers: Mapping[str, str] | None = None) -> bytes:
+        """One request; the bytes of its answer, whatever it is."""
+        shown = bearer(self.caller.secret if key is None else key, headers)
+        async with calling(self.stage.cell.api, path, body=body, headers=shown) as call:
+            try:
+                pieces = [piece async for piece in call.pieces()]
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return b""
+        return json.dumps(call.headers).encode() + b"".join(pieces)
+
+    async def endings(self) -> None:
+        """Every ending that an engine causes, on both surfaces, streamed and not."""
+        for script in ENDINGS:
+            for stream in (True, False):
+                await self._ready()
+                seen = [await self.send("/v1/generations", native(script, stream=stream))]
+                await self._ready()
+                seen += [await self.send("/v1/chat/completions", chat(script, stream=stream))]
+                assert all(OUTPUT.encode() in answer for answer in seen) or script not in COMPLETED
+                self.answers += [answer.replace(OUTPUT.encode(), b"") for answer in seen]
+
+    async def _ready(self) -> None:
+        async def ready() -> bool:
+            return (await ask(self.stage.cell.api, "/readyz")).status == 200
+
+        await wait_until(ready, "a replica is ready")
+
+    async def interruptions(self) -> None:
+        """Cancelled, expired, left, waited too long, unread, and reused ids."""
+        await self._ready()
+        async with self._running("a"), self._running("b"):
+            self.answers.append(await self.send("/v1/generations", native(LONG)))  # reaches the bound of waiting
+            again = native(LONG, request_id="a", stream=True)
+            self.answers.append(await self.send("/v1/generations", again))  # in flight
+            self.answers.append(await self.send("/v1/generations", native(Script(), request_id="a")))  # another body
+            self.answers.append((await self.stage.get(self.caller, "a", "/cancel")).body)
+        for deadline_ms in (1, 150):
+            body = chat(LONG, stream=False)
+            self.answers.append(await self.send("/v1/chat/completions", body, headers={"weir-deadline-ms": str(deadline_ms)}))
+        unread = Script(tokens=2_000, word=OUTPUT * 200)
+        body = native(unread, request_id="unread", stream=True, max_output_tokens=100_000)
+        body["input"][1]["content"] = unread.prompt()
+        async with calling(
+            self.stage.cell.api, "/v1/generations", body=body, headers=bearer(self.caller.secret), receive_bytes=4_096
+        ):
+            await self.stage.wait_status(self.caller, "unread", "cancelled", "completed")
+
+    @asynccontextmanager
+    async def _running(self, request_id: str) -> AsyncIterator[None]:
+        body = native(LONG, request_id=request_id, stream=True)
+        async with calling(self.stage.cell.api, "/v1/generations", body=body, headers=bearer(self.caller.secret)):
+            await self.stage.wait_status(self.caller, request_id, "running")
+            yield
+
+    async def refusals(self) -> None:
+        """Every refusal of a body, a key, a path or a header."""
+        for change in REFUSALS.values():
+            body = json.dumps({**native(Script()), **change}).encode()
+            self.answers.append(await self.send("/v1/generations", body))
+            self.answers.append(await self.send("/v1/chat/completions", json.dumps({**chat(Script()), **change}).encode()))
+        for content in BAD_BODIES:
+            self.answers.append(await self.send("/v1/generations", content))
+            self.answers.append(await self.send("/v1/chat/completions", content))
+        wrong_key = await self.send("/v1/generations", native(Script()), key=f"weir-{MARK}key")
+        session = await self.send("/v1/chat/completions", chat(Script()), headers={"weir-session": f"{MARK}s" * 90})
+        key = await self.send("/v1/chat/completions", chat(Script()), headers={"idempotency-key": f"{MARK} {MARK}"})
+        paths = [await self.send(path, native(Script())) for path in (f"/v1/{MARK}path", f"/v1/generations/{MARK}id/cancel")]
+        self.answers += [wrong_key, session, key, *paths]
+
+
+async def check_nothing_written(stage: Stage, answers: list[bytes], mark: str) -> None:
+    """The mark is in no file of the state directory, no log, no metric, no management answer and no error's body."""
+    cell, needle = stage.cell, mark.encode()
+    files = [path for path in cell.state.rglob("*") if path.is_file()]
+    assert any(path.name.endswith("-wal") for path in files), "the journal's newest bytes are searched too"
+    files += [cell.log, cell.state.with_suffix(".ready.json"), Path(f"/proc/{cell.process.pid}/cmdline")]
+    for path in files:
+        assert needle not in path.read_bytes(), path
+    assert needle not in (await ask(cell.ready["metrics"], "/metrics")).body
+    for path_of_admin in ADMIN_PATHS:
+        answer = await ask(cell.ready["admin"], f"/admin/v1/{path_of_admin}", key=cell.ready["admin_key"])
+        assert answer.status == 200 and needle not in answer.body, path_of_admin
+    for number, body in enumerate(answers):
+        told = re.sub(rf"(input\[0\]\.)?{mark}(field|part)".encode(), b"", body)  # the contract names an unknown field
+        assert needle not in told, (number, told[:2_000])
+
+
+async def test_text_is_written_nowhere(tmp_path: Path) -> None:
+    """Marks in every field of both surfaces, through every ending and refusal, leave no trace; also after the stop."""
+    with ScriptedEngine() as engine:
+        with running_cell(tmp_path / "state", engine=(engine.url,), config=CONFIG) as cell:
+            drive = Drive(Stage(cell))
+            await drive.endings()
+            await drive.interruptions()
+            await drive.refusals()
+            await drive.stage.check_quiet()
+            await check_nothing_written(drive.stage, drive.answers, MARK)
+            assert len({row["status"] for row in await drive.stage.usage("acme")}) == 4
+        for path in [*cell.state.rglob("*"), cell.log]:
+            assert not path.is_file() or MARK.encode() not in path.read_bytes(), path
+    assert engine.started >= len(ENDINGS) * 4
+
+
+async def test_one_tenants_requests_are_not_another_tenants(tmp_path: Path) -> None:
+    """Another tenant's id is unknown: to GET, to cancel, and as an idempotency key."""
+    with ScriptedEngine() as engine, running_cell(tmp_path / "state", engine=(engine.url,), config=CONFIG) as cell:
+        stage = Stage(cell)
+        owner, other = stage.demo_caller("acme"), stage.demo_caller("globex")
+        async with stage.call(owner, LONG, "it") as call:
+            await call.output_begun()
+            for action in ("", "/cancel", "/events"):
+                assert (await _status(stage, other, f"it{action}", "POST" if action == "/cancel" else "GET")) == 404
+            assert (await stage.get(owner, "it")).json["status"] == "running"
+            assert (await stage.run(other, Script(), "it")).reason == "stop"
+        await stage.wait_status(owner, "it", "cancelled")
+
+
+async def _status(stage: Stage, caller: Caller, path: str, method: str) -> int:
+    return (await ask(stage.cell.api, f"/v1/generations/{path}", method=method, key=caller.secret)).status
+
+
+@pytest.mark.model
+async def test_a_real_model_writes_no_text_either(tmp_path: Path) -> None:
+    """Prompt and output of a real engine are in its answer and nowhere else, also for what it refuses itself."""
+    with running_cell(tmp_path / "state", engine=("llamacpp",), config="[pool]\nsecond_model = false\n") as cell:
+        drive = Drive(Stage(cell))
+        words = f"{MARK}one {MARK}two {MARK}three "
+        body = {"model_alias": "assistant", "input": f"Repeat: {words}", "max_output_tokens": 24, "stream": False}
+        answer = json.loads((await drive.send("/v1/generations", body)).split(b"}", 1)[1])
+        assert answer["status"] == "completed"
+        drive.answers.append(await drive.send("/v1/generations", {**body, "input": words * 2_000}))
+        drive.answers.append(await drive.send("/v1/chat/completions", chat(Script(), max_tokens=5_000)))
+        async with drive.stage.call(drive.caller, f"Tell me all about {words}", "left"):
+            await drive.stage.wait_status(drive.caller, "left", "running")
+        await drive.stage.wait_status(drive.caller, "left", "cancelled")
+        await drive.stage.check_quiet()
+        await check_nothing_written(drive.stage, drive.answers, MARK)
+        if len(answer["output"]) >= 20:
+            await check_nothing_written(drive.stage, [], answer["output"][:20])

@@ -1,0 +1,141 @@
+"""The one admission step: checks in their order, the first failure is the answer, and nothing changes."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weir import errors
+from weir.core.admission import Admit, Asked, Bound, Door, decide, door_refusal, idempotency_refusal
+from weir.core.endings import Status
+from weir.core.ledger.book import Book
+from weir.core.metering import Price, worst_case
+from weir.core.registry.model import Alias, EngineKind, Pool, Revision
+from weir.core.registry.snapshot import Snapshot
+from weir.core.tenancy import ApiKey, Application, Limits, Principal, Scope, ServiceClass, Tenant, scopes_of
+
+REVISION = Revision("rev@1", EngineKind.SIMULATED, "demo", 8_192, 2_048, 128, Price(1, 200_000, 50_000, 600_000))
+OTHER = replace(REVISION, id="rev@2", revoked=True)
+CALLER = Principal("acme", "web", "k1", ServiceClass.INTERACTIVE)
+SNAPSHOT = Snapshot(
+    tenants={"acme": Tenant("acme")},
+    applications={("acme", "web"): Application("acme", "web")},
+    keys={b"digest": ApiKey("k1", "acme", "web", b"digest")},
+    aliases={"assistant": Alias("assistant", REVISION.id, 64)},
+    revisions={REVISION.id: REVISION, OTHER.id: OTHER},
+    pools={"pool": Pool("pool", REVISION.id, 1, 4)},
+)
+ASKED = Asked(CALLER, "assistant", REVISION.id, b"body", 100, 400, 50, 1, 10_000)
+OPEN_DOOR = Door(lanes=4, queue_refusal=None, predicted_wait_ms=0, wait_ms_max=5_000, no_capacity_retry_ms=5_000)
+RAN = Bound(execution=1, body_digest=b"body", status=Status.COMPLETED, delivered_tokens=5, cost_microusd=9)
+
+
+def _limited(**limits: int) -> Book:
+    book = Book()
+    book.set_limits({Scope("acme"): Limits(**limits)}, 0)
+    return book
+
+
+def test_admitted() -> None:
+    """Protects what is taken: the revision's price, every scope, and the worst case."""
+    admit = decide(ASKED, SNAPSHOT, None, Book(), OPEN_DOOR, 0)
+    scopes = scopes_of("acme", "web", "k1", "assistant")
+    assert admit == Admit(1, REVISION, scopes, worst_case(REVISION.price, 100, 50, 1))
+
+
+# What is wrong, in the order in which it is found: each row's refusal wins over all rows below it.
+WRONGS = ("key", "alias", "revision", "id", "limit", "queue", "lanes", "wait", "deadline")
+CODES = {
+    "key": "revoked",
+    "alias": "unknown_alias",
+    "revision": "unknown_alias",
+    "id": "request_id_reused",
+    "limit": "concurrency_limited",
+    "queue": "queue_full",
+    "lanes": "no_capacity",
+    "wait": "queue_wait_exceeded",
+    "deadline": "deadline_unmeetable_now",
+}
+
+
+@given(st.sets(st.sampled_from(WRONGS)))
+def test_the_first_failure_is_the_answer(wrongs: set[str]) -> None:
+    """Protects the order of checks: whatever else is wrong, the earliest check answers."""
+    keys = {b"digest": replace(SNAPSHOT.keys[b"digest"], revoked="key" in wrongs)}
+    snapshot = replace(SNAPSHOT, keys=keys, aliases={} if "alias" in wrongs else SNAPSHOT.aliases)
+    asked = replace(ASKED, revision=OTHER.id if "revision" in wrongs else REVISION.id)
+    bound = replace(RAN, body_digest=b"other") if "id" in wrongs else None
+    book = _limited(concurrency=0) if "limit" in wrongs else Book()
+    door = Door(
+        lanes=0 if "lanes" in wrongs else 4,
+        queue_refusal=errors.QueueFull() if "queue" in wrongs else None,
+        predicted_wait_ms=6_000 if "wait" in wrongs else 20_000 if "deadline" in wrongs else 0,
+        wait_ms_max=5_000 if "wait" in wrongs else 30_000,
+        no_capacity_retry_ms=5_000,
+    )
+    decision = decide(asked, snapshot, bound, book, door, 0)
+    if not wrongs:
+        assert isinstance(decision, Admit)
+        return
+    assert isinstance(decision, errors.WeirError)
+    assert decision.code == CODES[min(wrongs, key=WRONGS.index)]
+    assert book.open_holds == 0
+
+
+@pytest.mark.parametrize("revision", ["rev@2", "never registered"])
+def test_a_revision_that_is_not_live(revision: str) -> None:
+    """Protects approval: a pinned revision that was revoked meanwhile, or is unknown, runs nothing."""
+    decision = decide(replace(ASKED, revision=revision), SNAPSHOT, None, Book(), OPEN_DOOR, 0)
+    assert isinstance(decision, errors.UnknownAlias)
+
+
+@pytest.mark.parametrize(
+    ("bound", "code"),
+    [
+        (RAN, "output_not_retained"),
+        (replace(RAN, body_digest=b"other"), "request_id_reused"),
+        (replace(RAN, status=Status.QUEUED), "request_in_flight"),
+        (replace(RAN, status=Status.RUNNING), "request_in_flight"),
+        (replace(RAN, status=Status.RUNNING, body_digest=b"other"), "request_id_reused"),
+        (replace(RAN, status=Status.COMPLETED, delivered_tokens=0, cost_microusd=0), "output_not_retained"),
+        (replace(RAN, status=Status.FAILED), "output_not_retained"),
+        (replace(RAN, status=Status.FAILED, delivered_tokens=0), "output_not_retained"),
+        (replace(RAN, status=Status.CANCELLED, cost_microusd=0), "output_not_retained"),
+        (replace(RAN, status=Status.FAILED, delivered_tokens=0, cost_microusd=0), None),
+        (replace(RAN, status=Status.EXPIRED, delivered_tokens=0, cost_microusd=0), None),
+        (replace(RAN, forgotten=True), None),
+        (replace(RAN, forgotten=True, body_digest=b"other"), None),
+    ],
+)
+def test_a_bound_request_id(bound: Bound, code: str | None) -> None:
+    """Protects idempotency: only what delivered and cost nothing and did not complete runs again, as the next execution."""
+    refusal = idempotency_refusal(b"body", bound)
+    assert (refusal.code if refusal else None) == code
+    decision = decide(ASKED, SNAPSHOT, bound, Book(), OPEN_DOOR, 0)
+    if code is None:
+        assert isinstance(decision, Admit) and decision.execution == 2
+    else:
+        assert isinstance(decision, errors.WeirError) and decision.code == code
+
+
+@pytest.mark.parametrize(
+    ("door", "deadline_ms", "code", "retry_after_ms"),
+    [
+        (OPEN_DOOR, 1, None, None),
+        (replace(OPEN_DOOR, lanes=0), 10_000, "no_capacity", 5_000),
+        (replace(OPEN_DOOR, predicted_wait_ms=5_000), 10_000, None, None),
+        (replace(OPEN_DOOR, predicted_wait_ms=5_001), 10_000, "queue_wait_exceeded", 1),
+        (replace(OPEN_DOOR, predicted_wait_ms=2_000), 2_000, "deadline_unmeetable_now", 1),
+        (replace(OPEN_DOOR, predicted_wait_ms=1_999), 2_000, None, None),
+        (OPEN_DOOR, 0, "deadline_unmeetable_now", 1),
+        (OPEN_DOOR, -5, "deadline_unmeetable_now", 6),
+    ],
+)
+def test_the_door(door: Door, deadline_ms: int, code: str | None, retry_after_ms: int | None) -> None:
+    """Protects the queue's promises at their edges, and says when it is predicted to fit."""
+    refusal = door_refusal(door, deadline_ms)
+    assert (refusal.code if refusal else None) == code
+    assert (refusal.retry_after_ms if refusal else None) == retry_after_ms
+    if code == "deadline_unmeetable_now":
+        assert refusal is not None and refusal.members["deadline_ms"] >= 0

@@ -1,0 +1,55 @@
+"""The configuration file: what is read as written, and what is refused by name."""
+
+from pathlib import Path
+
+import pytest
+
+from weir import errors
+from weir.config import WeirConfig, load_config
+
+
+def test_no_file_and_an_empty_one_are_the_defaults(tmp_path: Path) -> None:
+    """Protects that every setting has a default."""
+    (tmp_path / "weir.toml").write_text("")
+    assert load_config(None) == load_config(tmp_path / "weir.toml") == WeirConfig()
+
+
+def test_what_is_set_is_read_as_set(tmp_path: Path) -> None:
+    """Protects sections, whole numbers and switches; the rest keeps its default."""
+    path = tmp_path / "weir.toml"
+    path.write_text("[gateway]\nbody_wait_ms = 5\n[pool]\nconcurrency = 3\n[log]\njson = false\n")
+    config = load_config(path)
+    assert (config.gateway.body_wait_ms, config.pool.concurrency, config.log.json) == (5, 3, False)
+    assert config.coordinator == WeirConfig().coordinator
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "said"),
+    [
+        ("[gatway]\n", "gatway", "'gatway' is unknown; accepted: one of gateway,"),
+        ("[gateway]\nbody_wait = 5\n", "gateway.body_wait", "is unknown; accepted: one of body_bytes_max,"),
+        ("gateway = 5\n", "gateway", "is 5; accepted: a table"),
+        ("[gateway]\nbody_wait_ms = 0\n", "gateway.body_wait_ms", "accepted: a whole number from 1 to 86400000"),
+        ("[gateway]\nbody_wait_ms = 1.5\n", "gateway.body_wait_ms", "is 1.5"),
+        ("[gateway]\nbody_wait_ms = '5'\n", "gateway.body_wait_ms", "is '5'"),
+        ("[pool]\nconcurrency = true\n", "pool.concurrency", "is True; accepted: a whole number from 1 to 65536"),
+        ("[log]\njson = 1\n", "log.json", "is 1; accepted: true or false"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_its_path(tmp_path: Path, text: str, field: str, said: str) -> None:
+    """Protects operators from settings that are silently ignored or bent."""
+    path = tmp_path / "weir.toml"
+    path.write_text(text)
+    with pytest.raises(errors.InvalidRequest) as refused:
+        load_config(path)
+    assert refused.value.members["field"] == field and said in refused.value.detail
+
+
+@pytest.mark.parametrize("content", [b"[gateway\n", b"\xff\xfe", None])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+    """Protects that a broken or absent file refuses the start, and says which one it was."""
+    path = tmp_path / "weir.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(errors.InvalidRequest, match=r"weir\.toml"):
+        load_config(path)

@@ -1,0 +1,104 @@
+"""The fleet as the coordinator sees it: which replicas take work, and what is announced."""
+
+import pytest
+
+from weir.coordinator.fleet import Fleet
+from weir.core.registry.model import EngineKind
+from weir.core.routing.replica import ReplicaState
+from weir.messages import ReplicaAddress
+
+
+def _address(name: str, url: str = "") -> ReplicaAddress:
+    return ReplicaAddress(name, "pool", "rev", EngineKind.SIMULATED, url, "demo", 1_000)
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    """A pool with two replicas that start."""
+    fleet = Fleet()
+    fleet.add_pool("pool", "rev")
+    fleet.add("a", "pool", 2)
+    fleet.add("b", "pool", 3)
+    return fleet
+
+
+def _states(fleet: Fleet) -> dict[str, ReplicaState]:
+    [pool] = fleet.pools
+    return {name: replica.state for name, replica in pool.replicas.items()}
+
+
+def test_a_replica_is_ready_once_it_answered(fleet: Fleet) -> None:
+    """Protects late binding: nothing is offered before, and each change is announced once."""
+    changes: list[int] = []
+    fleet.on_change = lambda: changes.append(len(fleet.ready_addresses()))
+    pool = fleet.pool_of("rev")
+    assert pool is not None and fleet.lanes(pool) == (0, 0) and fleet.pool_of("other") is None
+    fleet.answered(_address("a"))
+    fleet.answered(_address("a"))
+    fleet.answered(_address("a", "moved"))
+    assert changes == [1, 1] and fleet.lanes(pool) == (2, 2)
+    assert fleet.address_of("a").url == "moved"
+
+
+def test_a_doubted_replica_takes_no_work_until_it_answers(fleet: Fleet) -> None:
+    """Protects requests from a replica that failed one: suspect, announced once, back with the next answer."""
+    doubts: list[str] = []
+    fleet.on_doubt = doubts.append
+    fleet.answered(_address("a"))
+    fleet.doubted("pool", "a")
+    fleet.doubted("pool", "a")
+    fleet.doubted("pool", "b")
+    assert doubts == ["a"] and not fleet.ready_addresses()
+    assert _states(fleet) == {"a": ReplicaState.SUSPECT, "b": ReplicaState.STARTING}
+    fleet.answered(_address("a"))
+    assert len(fleet.ready_addresses()) == 1
+
+
+def test_a_condemned_replica_is_reported(fleet: Fleet) -> None:
+    """Protects lanes: control hears which replica must be replaced before its lanes return."""
+    condemned: list[str] = []
+    fleet.on_condemned = condemned.append
+    fleet.answered(_address("a"))
+    fleet.condemn("pool", "a")
+    assert condemned == ["a"] and _states(fleet)["a"] is ReplicaState.SUSPECT
+
+
+def test_a_gone_replica_takes_its_lanes_along(fleet: Fleet) -> None:
+    """Protects capacity figures: lanes of a replica that is confirmed gone are no more, and late reports change nothing."""
+    fleet.answered(_address("a"))
+    [pool] = fleet.pools
+    pool.replicas["a"].take_lane()
+    assert fleet.running() == 1
+    fleet.gone("pool", "a")
+    fleet.gone("pool", "a")
+    fleet.answered(_address("a"))
+    fleet.doubted("pool", "a")
+    fleet.drain("pool", "a")
+    assert fleet.running() == 0 and not fleet.ready_addresses() and set(_states(fleet)) == {"b"}
+
+
+def test_a_draining_replica_finishes_what_runs(fleet: Fleet) -> None:
+    """Protects drains: no new work, the lanes stay counted until it is gone."""
+    fleet.answered(_address("a"))
+    [pool] = fleet.pools
+    pool.replicas["a"].take_lane()
+    fleet.drain("pool", "a")
+    fleet.drain("pool", "b")
+    assert _states(fleet) == {"a": ReplicaState.DRAINING, "b": ReplicaState.STARTING}
+    assert fleet.running() == 1 and not fleet.ready_addresses()
+    fleet.gone("pool", "a")
+    assert fleet.running() == 0
+
+
+def test_a_pool_on_demand_asks_for_a_replica() -> None:
+    """Protects the first request of an idle pool: it starts one and is told when to come back."""
+    fleet, asked = Fleet(), list[str]()
+    fleet.on_demand = asked.append
+    fleet.add_pool("idle", "rev", on_demand=True)
+    fleet.add_pool("idle", "rev", on_demand=True)
+    fleet.add_pool("kept", "other")
+    for revision in ("rev", "other"):
+        pool = fleet.pool_of(revision)
+        assert pool is not None and fleet.expected_start_ms(pool) > 0
+    assert asked == ["idle"]
+    assert set(fleet.replicas_by_pool()) == {"idle", "kept"}

@@ -1,0 +1,87 @@
+"""A coordinator that starts: what a crash left open is ended durably, and the book continues where the records stopped."""
+
+import asyncio
+
+import pytest
+
+from weir import errors
+from weir.coordinator.recovery import Recovered, recover
+from weir.core.ledger.records import BucketTake, ExecutionId, HoldRecord, LedgerRecord, SettleRecord, StepRecord, WindowTake
+from weir.core.metering import InputBasis
+from weir.core.tenancy import Limits, Scope, ServiceClass, scopes_of
+from weir.sim.faults import StepClock
+from weir.sim.virtual_loop import VirtualLoop, run
+from weir.sim.world import REVISION, Spec, first_snapshot
+from weir.storage.memory import MemoryLedger
+
+SCOPES = scopes_of("tenant-0", "app", "000000000000", "assistant")
+LIMITS = {Scope("tenant-0"): Limits(tokens_per_minute=600)}
+
+
+def _hold(seq: int, name: str, at_ms: int) -> HoldRecord:
+    return HoldRecord(
+        seq=seq,
+        at_ms=at_ms,
+        id=ExecutionId("tenant-0", name, 1),
+        generation_id=f"gen-{name}",
+        body_digest=b"",
+        application="app",
+        key="000000000000",
+        alias="assistant",
+        revision=REVISION.id,
+        pool="pool",
+        service_class=ServiceClass.INTERACTIVE,
+        workload_class="short",
+        surface="sim",
+        stream=True,
+        input_tokens=100,
+        input_basis=InputBasis.EXACT,
+        max_output_tokens=200,
+        choices=1,
+        price_version=1,
+        held_microusd=140,
+        windows=(WindowTake("lifetime", 140, 300),),
+        takes=(BucketTake(None, None, None, "tokens_per_minute", 300),),
+        deadline_at_ms=at_ms + 60_000,
+        gateway_session="gateway",
+    )
+
+
+async def _recovered(ledger: MemoryLedger, *, age_ms: int) -> tuple[Recovered, int]:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    clock = StepClock(loop)
+    records: list[LedgerRecord] = [
+        _hold(1, "waited", clock.wall_ms() - age_ms),
+        _hold(2, "ran", clock.wall_ms() - age_ms),
+        StepRecord(3, ExecutionId("tenant-0", "ran", 1), 1, "replica", 64),
+    ]
+    await ledger.write((await ledger.open_epoch(0)).epoch, records)
+    recovered = await recover(ledger, clock, first_snapshot(Spec(limits=LIMITS)))
+    return recovered, recovered.book.standing(SCOPES, clock.monotonic_ns()).tokens.remaining or 0
+
+
+def test_open_holds_end_by_rule_before_anything_is_served() -> None:
+    """Protects tenants after a crash: never dispatched is released; dispatched is the platform's, uncertain; both durable."""
+    ledger = MemoryLedger()
+    recovered, _ = run(_recovered(ledger, age_ms=0), until_ms=1_000)
+    assert recovered.resolved == 2 and recovered.book.open_holds == 0 and recovered.journal.backlog == 0
+    released, settled = ledger.records[3:]
+    assert released.id.request_id == "waited" and not isinstance(released, SettleRecord)
+    assert isinstance(settled, SettleRecord) and settled.finish_reason == "coordinator_lost"
+    assert (settled.input_tokens, settled.output_tokens, settled.cost_microusd) == (100, 64, 0)
+    assert settled.platform_microusd == REVISION.price.cost(100, 0, 64)
+    assert recovered.journal.next_seq() == 6
+
+
+@pytest.mark.parametrize(("age_ms", "remaining"), [(0, 0), (30_000, 300), (60_000, 600), (600_000, 600), (-5_000, 0)])
+def test_buckets_continue_from_recent_takes(age_ms: int, remaining: int) -> None:
+    """Protects rates through a restart: what was taken is still refilling, and a wall clock set back makes it new, not old."""
+    assert run(_recovered(MemoryLedger(), age_ms=age_ms), until_ms=1_000)[1] == remaining
+
+
+def test_a_store_that_is_away_stops_the_start() -> None:
+    """Protects money: without the store's word there is no coordinator."""
+    ledger = MemoryLedger(fault=lambda operation: errors.LedgerUnavailable())
+    with pytest.raises(errors.LedgerUnavailable):
+        run(_recovered(ledger, age_ms=0), until_ms=1_000)
