@@ -100,8 +100,8 @@ docs: setup ## Write the generated pages, and follow every link
 test: check models ## Everything that CI runs
 	$(call say,links)
 	@$(BIN)/python tools/check_links.py
-	$(call say,tests in parallel)
-	@$(PYTEST) -n $(WORKERS) --ignore=tests/e2e --ignore=tests/docs -m "$(FAST)" tests
+	$(call say,tests in parallel; every branch of the core)
+	@$(PYTEST) -n $(WORKERS) --ignore=tests/e2e --ignore=tests/docs -m "$(FAST)" tests --cov --cov-fail-under=100
 	$(call say,real engines)
 	@$(PYTEST) --ignore=tests/e2e -m "model and not slow" tests
 	$(call say,end to end)

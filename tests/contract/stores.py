@@ -150,7 +150,7 @@ def settle(seq: int, named: ExecutionId, *, at_ms: int = T0_MS + 1_000, cost: in
         cost_microusd=cost,
         platform_microusd=3,
         returns=(BucketTake("app", "key", None, "tokens_per_minute", back),) if back else (),
-        timing=Timing(1.5, 20.25, 3.0, 99.0, 0.5),
+        timing=Timing(1.5, 20.25, 3.0, 99.0),
     )
 
 

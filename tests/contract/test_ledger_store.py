@@ -93,7 +93,7 @@ async def test_an_execution_is_shown_through_its_whole_life(ledger: LedgerStore)
         cost_microusd=40,
         basis=Basis.ENGINE,
         posted=True,
-        timing=Timing(1.5, 20.25, 3.0, 99.0, 0.5),
+        timing=Timing(1.5, 20.25, 3.0, 99.0),
     )
     assert (ended.open, ended.attempt, ended.delivered_max, ended.delivered_tokens) == (False, 2, 32, 25)
     assert ended.ended_at_ms == T0_MS + 1_000

@@ -72,6 +72,37 @@ class Shown:
 
 
 @dataclass(frozen=True)
+class Form:
+    """How a generation is asked for."""
+
+    stream: bool = True
+    surface: Surface = "native"
+    deadline_ms: int | None = None
+    most: int = 1_000
+
+    def native(self, prompt: str, request_id: str) -> dict[str, Any]:
+        """The native body."""
+        return {
+            "request_id": request_id,
+            "model_alias": "assistant",
+            "input": prompt,
+            "max_output_tokens": self.most,
+            "stream": self.stream,
+            "deadline_ms": self.deadline_ms,
+        }
+
+    def chat(self, prompt: str) -> dict[str, Any]:
+        """The body of a chat completion."""
+        return {
+            "model": "assistant",
+            "messages": [{"role": "user", "content": prompt}],
+            "max_completion_tokens": self.most,
+            "stream": self.stream,
+            "stream_options": {"include_usage": True} if self.stream else None,
+        }
+
+
+@dataclass(frozen=True)
 class Caller:
     """A tenant with one application and one key."""
 
@@ -127,37 +158,20 @@ class Stage:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def call(
-        self,
-        caller: Caller,
-        script: Script | str,
-        request_id: str,
-        *,
-        stream: bool = True,
-        surface: Surface = "native",
-        deadline_ms: int | None = None,
-        receive_bytes: int | None = None,
-        most: int = 1_000,
+        self, caller: Caller, script: Script | str, request_id: str, *, receive_bytes: int | None = None, **form: Any
     ) -> AbstractAsyncContextManager[Call]:
-        """Send one generation."""
-        prompt = script if isinstance(script, str) else script.prompt()
-        headers = bearer(caller.secret)
-        if surface == "native":
-            path, body = "/v1/generations", {
-                "request_id": request_id, "model_alias": "assistant", "input": prompt, "max_output_tokens": most,
-                "stream": stream, "deadline_ms": deadline_ms,
-            }  # fmt: skip
-        else:
-            path, body = "/v1/chat/completions", {
-                "model": "assistant", "messages": [{"role": "user", "content": prompt}], "max_completion_tokens": most,
-                "stream": stream, "stream_options": {"include_usage": True} if stream else None,
-            }  # fmt: skip
+        """Send one generation. form: the fields of Form; receive_bytes: the client's receive buffer."""
+        prompt, asked = script if isinstance(script, str) else script.prompt(), Form(**form)
+        headers, path, body = bearer(caller.secret), "/v1/generations", asked.native(prompt, request_id)
+        if asked.surface == "chat":
+            path, body = "/v1/chat/completions", asked.chat(prompt)
             headers |= {"idempotency-key": request_id}
-            headers |= {"weir-deadline-ms": str(deadline_ms)} if deadline_ms else {}
+            headers |= {"weir-deadline-ms": str(asked.deadline_ms)} if asked.deadline_ms else {}
         return calling(self.cell.api, path, body=body, headers=headers, receive_bytes=receive_bytes)
 
-    async def run(self, caller: Caller, script: Script | str, request_id: str, **options: Any) -> Shown:
-        """One generation to its end."""
-        async with self.call(caller, script, request_id, **options) as call:
+    async def run(self, caller: Caller, script: Script | str, request_id: str, **form: Any) -> Shown:
+        """One generation to its end. form: the fields of Form."""
+        async with self.call(caller, script, request_id, **form) as call:
             return await read_shown(call)
 
     async def refused(self, caller: Caller, prompt: str, *, most: int) -> dict[str, Any]:

@@ -31,6 +31,19 @@ def test_a_slow_write_books_no_more_than_two_steps_ahead() -> None:
     assert isinstance(end, SettleRecord) and end.output_tokens > 0
 
 
+def test_slow_headers_book_no_more_than_two_steps_ahead() -> None:
+    """Protects the crash bound: what waits for the headers is not delivered, and asks for nothing further."""
+
+    async def script(world: World) -> None:
+        world.send(subject(habits=Habits(headers_ms=5_000)))
+        await asyncio.sleep(1)
+        await world.crash(land=False)
+        await world.start()
+
+    end = end_of(run_script(script, FAST_SMALL_STEPS))
+    assert isinstance(end, SettleRecord) and end.output_tokens == 4
+
+
 def test_nothing_follows_the_end_of_a_stream() -> None:
     """Protects the terminal event: a reader that is slow to take it gets no keep-alive comment behind it."""
     gateway = replace(Spec().gateway, keep_alive_ms=500, slow_client_grace_ms=5_000)

@@ -214,7 +214,9 @@ class Cell:
             fleet=self._fleet,
             book=recovered.book,
             journal=recovered.journal,
-            executions=ExecutionTable(self._stores.ledger, config.remembered_executions, config.request_id_ms),
+            executions=ExecutionTable(
+                self._stores.ledger, config.remembered_executions, config.request_id_ms, config.store_wait_ms
+            ),
             rejections=RejectionCounter(self._stores.ledger, self._clock),
             telemetry=self._telemetry,
         )

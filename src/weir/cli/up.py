@@ -64,17 +64,14 @@ def _refuse_stripped_assertions() -> None:
 async def _serve(options: CellOptions, *, first_answer: bool) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    presses = 0
 
     def interrupted() -> None:
-        nonlocal presses
-        presses += 1
-        if presses > 1:
-            os._exit(130)  # asked twice: leave at once; recovery resolves what is open
+        if stop.is_set():
+            os._exit(130)  # a second Ctrl-C: leave at once; the next start resolves what is open
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupted)
+    loop.add_signal_handler(signal.SIGINT, interrupted)
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
     answers: list[asyncio.Task[None]] = []
 
     def ready(found: Ready) -> None:

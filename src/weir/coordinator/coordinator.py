@@ -270,6 +270,7 @@ class Coordinator:
             deadline_ns=now_ns + ns_from_ms(asked.deadline_left_ms),
             state=advance(Received(0), AdmitEvent(0)),
             reservation=reservation.Held(admit.worst),
+            workload=self._workload_class(asked.workload_class),
         )
         self._append_hold(execution)
         self._executions.add(execution)
@@ -327,7 +328,7 @@ class Coordinator:
         execution.cancel_timer()
         now_ns = self._clock.monotonic_ns()
         if now_ns >= execution.deadline_ns:
-            self._settler.release(execution, FinishReason.DEADLINE, self._workload(execution))
+            self._settler.release(execution, FinishReason.DEADLINE)
             return
         asked, replica = execution.acquire, start.replica
         execution.state = advance(execution.state, Dispatch(0, replica.name))
@@ -389,7 +390,7 @@ class Coordinator:
         elif isinstance(execution.state, Queued):
             self._end_queued(execution, finish.reason)
         else:
-            self._settler.settle(execution, finish, self._workload(execution))
+            self._settler.settle(execution, finish)
             if finish.reason in (FinishReason.REPLICA_LOST, FinishReason.STALLED) and execution.placement is not None:
                 self._fleet.doubted(execution.pool, execution.placement.replica.name)
 
@@ -398,7 +399,7 @@ class Coordinator:
         self._queues[execution.pool].remove(execution.id.tenant, execution.id)
         self._queued.pop(execution.id, None)
         execution.cancel_timer()
-        self._settler.release(execution, reason, self._workload(execution))
+        self._settler.release(execution, reason)
 
     def _on_stopped(self, session: Session, stopped: Stopped) -> None:
         execution = session.by_ref.get(stopped.ref)
@@ -457,13 +458,12 @@ class Coordinator:
 
     # ── small ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _workload_class(self, name: str) -> WorkloadClass:
+        return next(row for row in self._snapshot.workload_classes if row.name == name)
+
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         assert self._tasks is not None
         self._tasks.create_task(work)
-
-    def _workload(self, execution: Execution) -> WorkloadClass:
-        name = execution.acquire.workload_class
-        return next(row for row in self._snapshot.workload_classes if row.name == name)
 
 
 def _later(acquire: Acquire, elapsed_ms: Millis) -> Acquire:

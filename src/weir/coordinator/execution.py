@@ -11,6 +11,7 @@ from weir.core.admission import Admit, Bound
 from weir.core.endings import FinishReason, ending
 from weir.core.ledger.records import EndRecord, ExecutionId, SettleRecord, Timing
 from weir.core.ledger.reservation import Reservation
+from weir.core.registry.model import WorkloadClass
 from weir.core.request import Admitted, Ended, RequestState, is_terminal, public_status
 from weir.core.routing.replica import Replica
 from weir.messages import Acquire, GenerationRecord
@@ -43,6 +44,7 @@ class Execution:
     deadline_ns: Nanos
     state: RequestState
     reservation: Reservation
+    workload: WorkloadClass
     hold_durable: bool = False
     delivered_max: Tokens = 0
     placement: Placement | None = None

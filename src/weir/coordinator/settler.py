@@ -18,7 +18,6 @@ from weir.core.ledger import reservation
 from weir.core.ledger.book import Book
 from weir.core.ledger.records import EndRecord, SettleRecord, Timing
 from weir.core.metering import NO_CHARGE, Usage, charge
-from weir.core.registry.model import WorkloadClass
 from weir.core.request import End, advance
 from weir.messages import EndBooked, Ended, EndUnbooked, Finish, Found
 from weir.ports import Clock
@@ -40,17 +39,17 @@ class Settler:
         self.idle = asyncio.Event()
         self.idle.set()
 
-    def release(self, execution: Execution, reason: FinishReason, workload: WorkloadClass) -> None:
+    def release(self, execution: Execution, reason: FinishReason) -> None:
         """End an execution that was never dispatched; it used nothing."""
         execution.reservation, first = reservation.release(execution.reservation)
         assert first
         now_ns = self._clock.monotonic_ns()
         returns = self._book.end(execution.id, NO_CHARGE, now_ns)
         record = release_record(execution, reason, self._stamp(), returns, queue_timing(execution, now_ns))
-        execution.state = advance(execution.state, End(reason))
-        self._append(execution, record, workload)
+        self._append(execution, record)
+        self._conclude(execution)
 
-    def settle(self, execution: Execution, finish: Finish, workload: WorkloadClass) -> None:
+    def settle(self, execution: Execution, finish: Finish) -> None:
         """Post what the gateway reported of an execution that was dispatched."""
         placement = execution.placement
         assert placement is not None
@@ -64,21 +63,25 @@ class Settler:
         queue_ms = execution.waited_ms(placement.lane_taken_ns)
         timing = Timing(queue_ms, finish.ttft_ms, finish.tpot_ms, execution.waited_ms(now_ns))
         record = settle_record(execution, outcome, self._stamp(), returns, timing, finish.error_detail)
+        self._append(execution, record)
         if execution.acquire.stream or record.status is not Status.COMPLETED:
-            execution.state = advance(execution.state, End(outcome.reason))
-        self._append(execution, record, workload)
+            self._conclude(execution)
 
-    def _append(self, execution: Execution, record: EndRecord, workload: WorkloadClass) -> None:
+    def _append(self, execution: Execution, record: EndRecord) -> None:
         execution.end_record = record
         self._journal.append(record, partial(self._is_durable, execution))
-        self._telemetry.ended(workload, execution.acquire.revision, record)
         self._sessions.deliver(execution, Ended(execution.acquire.ref, shown_as(execution, record, posted=False)))
 
-    def _is_durable(self, execution: Execution) -> None:
+    def _conclude(self, execution: Execution) -> None:
+        """The end record's status becomes the execution's terminal one, and is counted."""
         record = execution.end_record
         assert record is not None
+        execution.state = advance(execution.state, End(record.finish_reason))
+        self._telemetry.ended(execution.workload, execution.acquire.revision, record)
+
+    def _is_durable(self, execution: Execution) -> None:
         if not execution.is_ended:
-            execution.state = advance(execution.state, End(record.finish_reason))
+            self._conclude(execution)
         execution.end_durable = True
         self._sessions.deliver(execution, EndBooked(execution.acquire.ref, execution.public()))
         self.answer_cancel_queries(execution)
@@ -114,7 +117,7 @@ class Settler:
             tokens = record.tenant_input_tokens + record.tenant_output_tokens
             self._book.forgive(execution.admit.scopes, record.cost_microusd, tokens)
             execution.end_record = instead
-            execution.state = advance(execution.state, End(reason))
+            self._conclude(execution)
         execution.given_up = True
         self._sessions.deliver(execution, EndUnbooked(execution.acquire.ref, shown_as(execution, instead, posted=False)))
 

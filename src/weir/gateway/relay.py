@@ -146,8 +146,10 @@ class Relay:
         """Headers are out: write what waited for them, and from now on as it comes. What ended meanwhile gets no output."""
         self._opened = True
         texts, self._unwritten = self._unwritten, []
-        if texts and self._cause is None:
-            self._write(texts)
+        if self._cause is None:
+            if texts:
+                self._write(texts)
+            self._ask_for_more()
         self._complete_if_done()
 
     def whole_text(self) -> str:
@@ -229,8 +231,8 @@ class Relay:
         self._balance()
 
     def _ask_for_more(self) -> None:
-        """Ask for the next delivery step when it is time."""
-        wanted = self._stream.ask() if self._streamed else None
+        """Ask for the next delivery step when it is time; not before the headers are out, for nothing was delivered yet."""
+        wanted = self._stream.ask() if self._opened else None
         if wanted is not None and self.granted is not None:
             self._parts.link.send(Progress(self.ref, self.granted.attempt, delivered_max=wanted))
 

@@ -45,7 +45,7 @@ _COPIED_COLUMNS = (
 _END_COLUMNS = (
     "seq, epoch, at_ms, day, attempt, replica, status, finish_reason, basis, input_tokens, cached_input_tokens, output_tokens, "
     "delivered_tokens, tenant_input_tokens, tenant_cached_input_tokens, tenant_output_tokens, cost_microusd, "
-    "platform_microusd, queue_ms, ttft_ms, tpot_ms, total_ms, stop_ms, bucket_returns, error_code, error_detail"
+    "platform_microusd, queue_ms, ttft_ms, tpot_ms, total_ms, bucket_returns, error_code, error_detail"
 )
 _OF_HELD_BEFORE = "tenant = ? AND request_id = ? AND execution = ? AND seq < ?"
 
@@ -95,7 +95,7 @@ _EXECUTION_COLUMNS = (
     "h.tenant, h.request_id, h.execution, h.body_digest, h.input_tokens, h.max_output_tokens, h.choices, h.held_microusd, "
     "h.price_version, h.application, h.key, s.attempt, s.replica, s.delivered_max, e.delivered_tokens, e.at_ms, "
     "h.generation_id, h.alias, h.revision, e.status, e.finish_reason, e.input_tokens, e.cached_input_tokens, e.output_tokens, "
-    "e.cost_microusd, e.basis, e.queue_ms, e.ttft_ms, e.tpot_ms, e.total_ms, e.stop_ms, e.error_code, e.error_detail"
+    "e.cost_microusd, e.basis, e.queue_ms, e.ttft_ms, e.tpot_ms, e.total_ms, e.error_code, e.error_detail"
 )
 _EXECUTION_JOINS = (
     "LEFT JOIN ledger_settlement e ON e.hold_seq = h.seq LEFT JOIN ledger_step s ON s.hold_seq = h.seq "
@@ -168,7 +168,6 @@ def end_row(end: EndRecord, epoch: int) -> Row:
         timing.ttft_ms,
         timing.tpot_ms,
         timing.total_ms,
-        timing.stop_ms,
         _encode(end.returns) if end.returns else None,
         end.error_code,
         end.error_detail,

@@ -99,7 +99,7 @@ LEDGER_SETTLEMENT = Table(
     *_numbers("input_tokens", "cached_input_tokens", "output_tokens", "delivered_tokens"),
     *_numbers("tenant_input_tokens", "tenant_cached_input_tokens", "tenant_output_tokens"),
     *_numbers("cost_microusd", "platform_microusd"),
-    *(Column(name, Float) for name in ("queue_ms", "ttft_ms", "tpot_ms", "total_ms", "stop_ms")),
+    *(Column(name, Float) for name in ("queue_ms", "ttft_ms", "tpot_ms", "total_ms")),
     Column("bucket_returns", LargeBinary),
     *(Column(name, Text) for name in ("error_code", "error_detail")),
     Index("ledger_settlement_hold", "hold_seq", unique=True),

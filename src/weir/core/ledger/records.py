@@ -89,7 +89,6 @@ class Timing(msgspec.Struct, frozen=True):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     total_ms: float | None = None
-    stop_ms: float | None = None  # cancel decided → engine confirmed that it runs nothing
 
 
 class SettleRecord(msgspec.Struct, frozen=True, tag="settle"):

@@ -94,7 +94,7 @@ def _create_settlements() -> None:
         *_numbers("input_tokens cached_input_tokens output_tokens delivered_tokens"),
         *_numbers("tenant_input_tokens tenant_cached_input_tokens tenant_output_tokens"),
         *_numbers("cost_microusd platform_microusd"),
-        *_columns(sa.Float, "queue_ms ttft_ms tpot_ms total_ms stop_ms", nullable=True),
+        *_columns(sa.Float, "queue_ms ttft_ms tpot_ms total_ms", nullable=True),
         *_columns(sa.LargeBinary, "bucket_returns", nullable=True),
         *_columns(sa.Text, "error_code error_detail", nullable=True),
     )
