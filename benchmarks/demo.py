@@ -118,7 +118,7 @@ def _show(phases: list[Phase]) -> None:
         refused = ", ".join(f"{number} {code}" for code, number in phase.refused.items()) or "0"
         figures = [f"{_percentile(values, share):.0f} ms" for values in (ttft, tpot) for share in (0.5, 0.95)]
         table.add_row(str(phase.clients), str(len(completed)), refused, *figures, "held" if held else "missed")
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,11 @@ class Connection(HttpToolsProtocol):
         transport.set_write_buffer_limits(high=high, low=high // 4)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
+    @property
+    def has_whole_body(self) -> bool:
+        """Whether the running request has arrived completely, so that nobody waits for its body."""
+        return not self.pipeline and not self.cycle.more_body
+
     def eof_received(self) -> None:
         """A half-closed connection is a lost client; the transport closes itself after this."""
         self._lose()

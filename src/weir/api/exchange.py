@@ -51,18 +51,21 @@ class HttpExchange:
         if declared.isdigit() and int(declared) > limit:
             await self._discard_body()
             raise _too_large(limit)
-        try:
-            async with asyncio.timeout(self._config.body_wait_ms / 1e3):
-                body = await self._read_up_to(limit)
-        except TimeoutError as late:
-            raise errors.InvalidRequest(
-                f"The body did not arrive within {self._config.body_wait_ms} ms.", members={"field": "body"}
-            ) from late
+        body = await (self._read_up_to(limit) if self._connection.has_whole_body else self._read_in_time(limit))
         if body is None:
             await self._discard_body()
             raise _too_large(limit)
         self.read_ns = self._clock.monotonic_ns()
         return body
+
+    async def _read_in_time(self, limit: Bytes) -> bytes | None:
+        try:
+            async with asyncio.timeout(self._config.body_wait_ms / 1e3):
+                return await self._read_up_to(limit)
+        except TimeoutError as late:
+            raise errors.InvalidRequest(
+                f"The body did not arrive within {self._config.body_wait_ms} ms.", members={"field": "body"}
+            ) from late
 
     async def _read_up_to(self, limit: Bytes) -> bytes | None:
         parts: list[bytes] = []

@@ -129,7 +129,7 @@ class StreamedRun:
 
     def begin(self, client: HttpClient, request: HttpRequest) -> "StreamedRun":
         """Send the request; itself. Never raises."""
-        self._loop = asyncio.get_running_loop()
+        self._loop = client.loop
         self._heard_at = self._loop.time()
         self._watch = self._loop.call_later(self._idle_s, self._check_silence)
         self._exchange: Exchange = client.open(request, self)

@@ -52,7 +52,15 @@ class Gateway:
         """Use this link; once, before `run`."""
         self.inbox.link = link
         self._parts = RelayParts(
-            self._clock, link, self._config, step_tokens, store_wait_ms, engine_for, self._planner.cache_salt, self._spawn
+            loop=asyncio.get_running_loop(),
+            clock=self._clock,
+            link=link,
+            config=self._config,
+            step_tokens=step_tokens,
+            store_wait_ms=store_wait_ms,
+            engine_for=engine_for,
+            salt_of=self._planner.cache_salt,
+            spawn=self._spawn,
         )
 
     async def run(self) -> None:
@@ -118,9 +126,9 @@ class Gateway:
                 self._telemetry.left_early.inc()
 
     async def _run_admitted(self, relay: Relay, plan: Plan, answer: Answer, accepted: Accepted) -> None:
-        loop = asyncio.get_running_loop()
+        assert self._parts is not None
         left_ns = answer.client.read_ns + ns_from_ms(plan.deadline_ms) - self._clock.monotonic_ns()
-        deadline = loop.call_later(max(0, left_ns) / 1e9, relay.stop, FinishReason.DEADLINE)
+        deadline = self._parts.loop.call_later(max(0, left_ns) / 1e9, relay.stop, FinishReason.DEADLINE)
         try:
             if plan.request.stream:
                 await self._open_stream(relay, answer, accepted)

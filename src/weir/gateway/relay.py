@@ -63,6 +63,7 @@ _ANSWERLESS = (FinishReason.DISCONNECT, FinishReason.SLOW_CLIENT)
 class RelayParts:
     """What every relay of a gateway shares. spawn: runs a task of the gateway."""
 
+    loop: asyncio.AbstractEventLoop
     clock: Clock
     link: CoordinatorLink
     config: GatewayConfig
@@ -71,6 +72,32 @@ class RelayParts:
     engine_for: Callable[..., Engine]
     salt_of: Callable[[Plan], str]
     spawn: Callable[["Coroutine[Any, Any, None]"], None]
+
+
+class _Signal:
+    """Wakes the one coroutine that waits. An asyncio.Event asks for the loop at each wait: in Python 3.11 a system call."""
+
+    __slots__ = ("_loop", "_waiter")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        """Wake the waiter, if there is one."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Until the next `set`."""
+        assert self._waiter is None
+        waiter = self._waiter = self._loop.create_future()
+        try:
+            await waiter
+        finally:
+            if self._waiter is waiter:
+                self._waiter = None
 
 
 class Relay:
@@ -83,7 +110,7 @@ class Relay:
         self._client = answer.client
         self._streamed = plan.request.stream
         self._stream = TokenStream(plan.max_output_tokens, 0, parts.step_tokens)
-        self._changed = asyncio.Event()
+        self._changed = _Signal(parts.loop)
         self._opened = False
         self._unwritten: list[str] = []
         self._run: EngineRun | None = None
@@ -119,7 +146,6 @@ class Relay:
 
     async def _wait_until(self, reached: Callable[[], bool]) -> None:
         while not reached():
-            self._changed.clear()
             await self._changed.wait()
 
     @property
