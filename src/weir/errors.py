@@ -278,7 +278,13 @@ class StoreFault(WeirError):
 
 
 class LedgerUnavailable(StoreFault):
+    """not_written: the store is sure that the write took no effect; else its outcome is unknown."""
+
     code, http_status, title = "ledger_unavailable", 503, "The ledger cannot be written now"
+
+    def __init__(self, detail: str = "", *, not_written: bool = False, **rest: Any) -> None:
+        super().__init__(detail, **rest)
+        self.not_written = not_written
 
 
 class StaleEpoch(StoreFault):

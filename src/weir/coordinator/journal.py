@@ -40,6 +40,7 @@ class Journal:
         self._pending: deque[_Pending] = deque()
         self._writing: list[_Pending] = []
         self._wake = asyncio.Event()
+        self._is_ambiguous = False  # a write of the group in hand may have taken effect
         self._closing = False
 
     def next_seq(self) -> int:
@@ -53,7 +54,7 @@ class Journal:
         self._wake.set()
 
     def withdraw(self, seq: int, instead: LedgerRecord, on_durable: Callable[[], None] | None = None) -> bool:
-        """Replace a record that no write has taken yet; False if its outcome is already the store's to decide."""
+        """Replace a record that is surely not written; False if its outcome is already the store's to decide."""
         for waiting in self._pending:
             if waiting.record.seq == seq:
                 waiting.record, waiting.on_durable = instead, on_durable
@@ -87,24 +88,40 @@ class Journal:
         self._wake.set()
 
     async def _write_group(self) -> bool:
-        """Write the next group; False when the journal closes and the store stays away."""
-        size = min(len(self._pending), _GROUP_RECORDS_MAX)
-        self._writing = [self._pending.popleft() for _ in range(size)]
-        records = [waiting.record for waiting in self._writing]
+        """Write the next group; False when the journal closes and the store stays away.
+
+        A group that the store surely did not write waits among the pending again, where a record may still be withdrawn; one
+        whose outcome was ever unknown is repeated as it is.
+        """
         delay_s = _RETRY_FIRST_S
         closing_tries = 0
-        while True:
+        is_settled = False
+        self._take_group()
+        while not is_settled:
             try:
-                await self._store.write(self._epoch, records)
-                break
-            except errors.LedgerUnavailable:
+                await self._store.write(self._epoch, [waiting.record for waiting in self._writing])
+                is_settled = True
+            except errors.LedgerUnavailable as fault:
                 closing_tries += self._closing
                 if closing_tries > _CLOSING_TRIES_MAX:
                     return False
+                self._is_ambiguous |= not fault.not_written
+                if not self._is_ambiguous:
+                    self._give_group_back()
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, _RETRY_MAX_S)
-        written, self._writing = self._writing, []
+                self._take_group()
+        written, self._writing, self._is_ambiguous = self._writing, [], False
         for waiting in written:
             if waiting.on_durable is not None:
                 waiting.on_durable()
         return True
+
+    def _take_group(self) -> None:
+        if not self._writing:
+            size = min(len(self._pending), _GROUP_RECORDS_MAX)
+            self._writing = [self._pending.popleft() for _ in range(size)]
+
+    def _give_group_back(self) -> None:
+        self._pending.extendleft(reversed(self._writing))
+        self._writing = []

@@ -73,7 +73,7 @@ class StoreWeather:
         await asyncio.sleep((self._random.uniform(*self._latency_ms) + self.extra_ms) / 1e3)
 
     def _fault(self, operation: Operation) -> Exception | None:
-        return errors.LedgerUnavailable() if self.failing else None
+        return errors.LedgerUnavailable(not_written=True) if self.failing else None
 
     def _lost_answer(self, operation: Operation) -> Exception | None:
         return errors.LedgerUnavailable() if self.losing_answers else None

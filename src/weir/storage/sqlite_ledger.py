@@ -107,6 +107,16 @@ def _open_epoch(recent_since_ms: Millis, database: sqlite3.Connection) -> Recove
 
 
 def _write(epoch: int, records: Sequence[LedgerRecord], database: sqlite3.Connection) -> None:
+    try:
+        _write_uncommitted(epoch, records, database)
+    except sqlite3.IntegrityError:
+        raise
+    except sqlite3.Error as fault:
+        raise errors.LedgerUnavailable("The store cannot be written now.", not_written=True) from fault
+    database.execute("COMMIT")
+
+
+def _write_uncommitted(epoch: int, records: Sequence[LedgerRecord], database: sqlite3.Connection) -> None:
     database.execute("BEGIN IMMEDIATE")
     stored_epoch, last_seq = database.execute("SELECT epoch, last_seq FROM cell").fetchone()
     if stored_epoch != epoch:
@@ -115,7 +125,6 @@ def _write(epoch: int, records: Sequence[LedgerRecord], database: sqlite3.Connec
     if fresh:
         database.execute("UPDATE cell SET last_seq = ?", (fresh[-1].seq,))
         _write_fresh(database, epoch, fresh)
-    database.execute("COMMIT")
 
 
 def _write_fresh(database: sqlite3.Connection, epoch: int, records: Sequence[LedgerRecord]) -> None:

@@ -52,9 +52,7 @@ class StoreThread(Generic[C]):
 
     def _run(self, work: Callable[[C], T]) -> T:
         try:
-            if self._connection is None:
-                self._connection = self._connect()
-            return work(self._connection)
+            return work(self._connection or self._open())
         except self._broken as broken:
             self._drop()
             raise AssertionError("the database refused a row that breaks an invariant") from broken
@@ -64,6 +62,13 @@ class StoreThread(Generic[C]):
         except BaseException:
             self._drop()
             raise
+
+    def _open(self) -> C:
+        try:
+            self._connection = self._connect()
+        except self._faults as fault:
+            raise errors.LedgerUnavailable("The store cannot be opened now.", not_written=True) from fault
+        return self._connection
 
     def _drop(self) -> None:
         connection, self._connection = self._connection, None
