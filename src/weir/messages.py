@@ -2,7 +2,7 @@
 
 They are small: no prompt, no token text. A gateway opens a session and numbers its requests with `ref`; every message about
 a request carries it. Up: register · acquire · progress · finish · stopped · cancel · lookup · standing. Down: admitted ·
-rejected · granted · booked · ended · stop · found · snapshot · fleet · drain.
+rejected · granted · booked · ended · stop · found · snapshot · fleet.
 
 The tenant's concurrency returns at the terminal status; the replica's lane returns at `stopped`.
 """
@@ -17,7 +17,7 @@ from weir.core.metering import Basis, InputBasis
 from weir.core.registry.model import EngineKind
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import ServiceClass
-from weir.units import Bytes, MicroDollars, Millis, Tokens
+from weir.units import Bytes, MicroDollars, Millis, Nanos, Tokens
 
 
 class ReplicaAddress(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
 
 
 class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
-    """Ask for a grant. deadline_left_ms: time from now to the last token, ≥ 1. waited_ms: time since the request was read."""
+    """Ask for a grant. deadline_left_ms: time from now to the last token, ≥ 1. waited_ns: time since the request was read."""
 
     ref: int
     request_id: str
@@ -68,7 +68,7 @@ class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
     max_output_tokens: Tokens
     choices: int
     deadline_left_ms: Millis
-    waited_ms: Millis
+    waited_ns: Nanos
     session_key: str | None = None
 
 
@@ -184,11 +184,9 @@ class Granted(msgspec.Struct, frozen=True, tag="granted"):
     """Start now. lane: the replica's slot, 0 … concurrency − 1. delivered_max: booked so far, not durable before `booked`."""
 
     ref: int
-    execution: int
     attempt: int
     replica: ReplicaAddress
     lane: int
-    queue_ms: float
     delivered_max: Tokens
 
 
@@ -260,7 +258,6 @@ class Found(msgspec.Struct, frozen=True, tag="found"):
 
     query: int
     record: GenerationRecord | None
-    standing: StandingView = StandingView()
     unavailable: bool = False  # the store could not be asked
 
 
@@ -277,12 +274,6 @@ class FleetView(msgspec.Struct, frozen=True, tag="fleet"):
     ready: tuple[ReplicaAddress, ...]
 
 
-class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """No new work; what runs may finish within the grace."""
-
-    grace_ms: Millis
-
-
 Down: TypeAlias = (
     Admitted
     | Granted
@@ -296,6 +287,5 @@ Down: TypeAlias = (
     | Found
     | StandingFound
     | FleetView
-    | Drain
     | Snapshot
 )

@@ -201,7 +201,7 @@ class RecentTake:
 class StoredExecution:
     """An execution as the store has it. open: held, not settled. delivered_max and replica: from its last step, if any.
 
-    held fields let recovery resolve it by rule. tenant_cost_and_delivery: for "may be run again".
+    The held fields let recovery resolve it by rule.
     """
 
     id: ExecutionId

@@ -24,7 +24,6 @@ from weir.control.catalog_lookup import (
     resolve_scope,
 )
 from weir.control.credentials import new_credential
-from weir.control.declared_models import DeclaredModels, changed_models, summary_of_models
 from weir.control.snapshots import build_snapshot
 from weir.core.tenancy import (
     ENFORCED_LIMITS,
@@ -83,11 +82,6 @@ class Commands:
     async def audit_trail(self, limit: int, before_ms: Millis | None = None) -> list[AuditEntry]:
         """The newest audit entries, newest first."""
         return await self._store.audit(limit, before_ms)
-
-    async def publish_current(self) -> Acknowledgement:
-        """Publish what the store has now: at start, and after a change by another process."""
-        async with self._turn:
-            return await self._publish(build_snapshot(await self._store.load()))
 
     # ── tenants ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -261,24 +255,6 @@ class Commands:
             subject = "/".join(f"{part}={name}" for part, name in resolved.public().items())
             entry = self.audit_entry(actor, "limits.put", subject, accepted)
             return (resolved, after), None if after == before else CatalogChange(entry, limits=((resolved, after),))
-
-        return await self.commit(plan)
-
-    # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    async def register_models(self, actor: str, models: DeclaredModels) -> Outcome[None]:
-        """Insert or replace revisions, aliases and pools; others stay. Raises InvalidRequest for a missing revision."""
-
-        def plan(catalog: Catalog) -> tuple[None, CatalogChange | None]:
-            changed = changed_models(catalog, models)
-            if changed.is_empty:
-                return None, None
-            return None, CatalogChange(
-                self.audit_entry(actor, "models.register", "models", summary_of_models(changed)),
-                revisions=changed.revisions,
-                aliases=changed.aliases,
-                pools=changed.pools,
-            )
 
         return await self.commit(plan)
 

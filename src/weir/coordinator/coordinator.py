@@ -21,7 +21,7 @@ from weir import errors
 from weir.config import CoordinatorConfig
 from weir.coordinator.execution import Execution, Placement
 from weir.coordinator.execution_table import ExecutionTable
-from weir.coordinator.fleet import Fleet, PoolView
+from weir.coordinator.fleet import START_EXPECTED_MS, Fleet, PoolView
 from weir.coordinator.journal import Journal
 from weir.coordinator.ledger_entries import Stamp, hold_record
 from weir.coordinator.queries import Queries
@@ -62,7 +62,7 @@ from weir.messages import (
 )
 from weir.ports import Clock, GatewayInbox
 from weir.telemetry import Telemetry
-from weir.units import Millis, ceil_ms_from_ns, ns_from_ms
+from weir.units import Millis, ceil_ms_from_ns, ms_from_ns, ns_from_ms
 
 _TICK_S = 0.25
 _FLUSH_S = 1.0
@@ -103,6 +103,7 @@ class Coordinator:
         self._queued: dict[ExecutionId, Execution] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._draining = False
+        self._closed = False
         self._receivers: dict[type, Callable[[Session, Any], None]] = {
             Acquire: self._on_acquire,
             Progress: self._on_progress,
@@ -128,6 +129,7 @@ class Coordinator:
 
     def close(self) -> None:
         """Let `run` return once the journal is empty."""
+        self._closed = True
         self._journal.close()
 
     async def drain(self, grace_ms: int) -> None:
@@ -145,16 +147,6 @@ class Coordinator:
             await asyncio.wait_for(self._settler.idle.wait(), self._config.store_wait_ms / 1e3 + 5)
         except TimeoutError:
             return  # an engine does not confirm, or the store is away: recovery resolves what is left
-
-    def set_snapshot(self, snapshot: Snapshot) -> None:
-        """Put a newer approved configuration in force; work of a revoked identity or revision is cancelled."""
-        self._snapshot = snapshot
-        self._book.set_limits(snapshot.limits, self._clock.monotonic_ns())
-        for execution in self._executions.live:
-            asked = execution.acquire
-            revision = snapshot.revisions.get(asked.revision)
-            if snapshot.is_revoked(asked.tenant, asked.application, asked.key) or (revision and revision.revoked):
-                self._ask_to_stop(execution, FinishReason.REVOKED)
 
     @property
     def live_count(self) -> int:
@@ -185,8 +177,14 @@ class Coordinator:
         self._receivers[type(message)](session, message)
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Put a snapshot in force here, then pass it to every session."""
-        self.set_snapshot(snapshot)
+        """Put a newer approved configuration in force, here and in every session; work of what is revoked is cancelled."""
+        self._snapshot = snapshot
+        self._book.set_limits(snapshot.limits, self._clock.monotonic_ns())
+        for execution in self._executions.live:
+            asked = execution.acquire
+            revision = snapshot.revisions.get(asked.revision)
+            if snapshot.is_revoked(asked.tenant, asked.application, asked.key) or (revision and revision.revoked):
+                self._ask_to_stop(execution, FinishReason.REVOKED)
         self._sessions.tell_all(snapshot)
 
     def _fleet_changed(self) -> None:
@@ -196,6 +194,9 @@ class Coordinator:
     # ── admission ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_acquire(self, session: Session, asked: Acquire) -> None:
+        if (refusal := self._refusal_of_state()) is not None:
+            self._reject(session, asked, refusal)
+            return
         known = self._executions.get(asked.tenant, asked.request_id)
         if known is not None or not asked.request_id_given:
             self._admit(session, asked, self._executions.bound_of(known, self._clock.wall_ms()) if known else None)
@@ -209,7 +210,8 @@ class Coordinator:
         try:
             stored = await self._executions.find_stored(asked.tenant, asked.request_id)
         except errors.LedgerUnavailable as fault:
-            self._reject(session, asked, fault)
+            if asked.ref in session.asking:
+                self._reject(session, asked, fault)
             return
         if asked.ref not in session.asking:
             return  # the client left meanwhile
@@ -223,19 +225,20 @@ class Coordinator:
     def _admit(self, session: Session, asked: Acquire, bound: Bound | None, stored: GenerationRecord | None = None) -> None:
         session.asking.discard(asked.ref)
         pool = self._fleet.pool_of(asked.revision)
-        refusal = self._refusal_of_state() or (errors.NoCapacity("No pool serves this revision.") if pool is None else None)
-        if refusal is not None or pool is None:
-            self._reject(session, asked, refusal or errors.NoCapacity())
+        if pool is None:
+            self._reject(session, asked, errors.UnknownAlias("No pool serves the revision behind this alias."))
             return
         now_ns = self._clock.monotonic_ns()
         decision = decide(_asked(asked), self._snapshot, bound, self._book, self._door(pool, asked), now_ns)
         if isinstance(decision, Admit):
             self._take(session, asked, decision, pool)
-        else:
-            self._reject(session, asked, decision, stored)
+            return
+        if isinstance(decision, errors.NoCapacity):
+            self._fleet.demand(pool)
+        self._reject(session, asked, decision, stored)
 
     def _refusal_of_state(self) -> errors.WeirError | None:
-        if self._draining:
+        if self._draining or self._closed:
             return errors.Draining("The platform is draining.", retry_after_ms=_LATE_RETRY_MS)
         if self._journal.late_ns() > ns_from_ms(self._config.store_wait_ms):
             return errors.LedgerUnavailable("The ledger cannot be written now.", retry_after_ms=_LATE_RETRY_MS)
@@ -248,8 +251,8 @@ class Coordinator:
             lanes=lanes,
             queue_refusal=queue.refusal(asked.tenant, asked.input_bytes),
             predicted_wait_ms=predicted_wait_ms(len(queue), lanes, free, pool.occupancy) if lanes else 0,
-            wait_ms_max=self._config.queue_wait_ms,
-            no_capacity_retry_ms=0 if lanes else self._fleet.expected_start_ms(pool),
+            wait_ms_max=queue.bounds.wait_ms_max,
+            no_capacity_retry_ms=START_EXPECTED_MS,
         )
 
     def _queue(self, pool: str) -> DomainQueue[ExecutionId]:
@@ -266,9 +269,10 @@ class Coordinator:
             admit=admit,
             session=session.name,
             pool=pool.name,
-            arrived_ns=now_ns - ns_from_ms(asked.waited_ms),
+            arrived_ns=now_ns - asked.waited_ns,
+            admitted_ns=now_ns,
             deadline_ns=now_ns + ns_from_ms(asked.deadline_left_ms),
-            state=advance(Received(0), AdmitEvent(0)),
+            state=advance(Received(ms_from_ns(now_ns - asked.waited_ns)), AdmitEvent(ms_from_ns(now_ns))),
             reservation=reservation.Held(admit.worst),
             workload=self._workload_class(asked.workload_class),
         )
@@ -331,7 +335,7 @@ class Coordinator:
             self._settler.release(execution, FinishReason.DEADLINE)
             return
         asked, replica = execution.acquire, start.replica
-        execution.state = advance(execution.state, Dispatch(0, replica.name))
+        execution.state = advance(execution.state, Dispatch(ms_from_ns(now_ns), replica.name))
         assert isinstance(execution.state, Dispatched)
         attempt = execution.state.attempt
         lane = replica.take_lane()
@@ -342,11 +346,9 @@ class Coordinator:
             execution,
             Granted(
                 ref=asked.ref,
-                execution=execution.id.execution,
                 attempt=attempt,
                 replica=self._fleet.address_of(replica.name),
                 lane=lane,
-                queue_ms=execution.waited_ms(now_ns),
                 delivered_max=execution.delivered_max,
             ),
         )
@@ -361,7 +363,7 @@ class Coordinator:
 
     def _watch_the_wait(self, execution: Execution) -> None:
         now_ns = self._clock.monotonic_ns()
-        bound_ns = execution.arrived_ns + ns_from_ms(self._config.queue_wait_ms)
+        bound_ns = now_ns + ns_from_ms(self._queue(execution.pool).bounds.wait_ms_max)
         due_ns = min(bound_ns, execution.deadline_ns)
         reason = FinishReason.QUEUE_WAIT if bound_ns < execution.deadline_ns else FinishReason.DEADLINE
         delay_s = max(0, due_ns - now_ns) / 1e9
@@ -374,7 +376,7 @@ class Coordinator:
         if execution is None or execution.end_record is not None:
             return
         if progress.first_output and isinstance(execution.state, Dispatched):
-            execution.state = advance(execution.state, FirstOutput(0))
+            execution.state = advance(execution.state, FirstOutput(ms_from_ns(self._clock.monotonic_ns())))
         if progress.delivered_max is not None:
             wanted = min(progress.delivered_max, execution.admit.worst.output_tokens)
             if wanted > execution.delivered_max:
@@ -447,10 +449,13 @@ class Coordinator:
 
     def _end_what_waits_for_the_store(self) -> None:
         """The store is away longer than its bound: end what waits for it, by rule; what is decided lands when it is back."""
+        bound_ns = ns_from_ms(self._config.store_wait_ms)
         for execution in self._executions.live:
             if execution.end_record is None:
-                if not execution.hold_durable:
+                if not execution.hold_durable and self._clock.monotonic_ns() - execution.admitted_ns > bound_ns:
                     self._ask_to_stop(execution, FinishReason.LEDGER_UNAVAILABLE)
+                continue
+            if self._clock.monotonic_ns() - execution.decided_ns <= bound_ns:
                 continue
             if not execution.is_ended and not execution.given_up:
                 self._settler.give_up_completion(execution)
@@ -461,9 +466,13 @@ class Coordinator:
     def _workload_class(self, name: str) -> WorkloadClass:
         return next(row for row in self._snapshot.workload_classes if row.name == name)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        assert self._tasks is not None
+    def _start(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Run a task of the coordinator's; False once it is closed."""
+        if self._closed or self._tasks is None:
+            work.close()
+            return False
         self._tasks.create_task(work)
+        return True
 
 
 def _later(acquire: Acquire, elapsed_ms: Millis) -> Acquire:
@@ -471,7 +480,7 @@ def _later(acquire: Acquire, elapsed_ms: Millis) -> Acquire:
     return msgspec.structs.replace(
         acquire,
         deadline_left_ms=acquire.deadline_left_ms - elapsed_ms,
-        waited_ms=acquire.waited_ms + elapsed_ms,
+        waited_ns=acquire.waited_ns + ns_from_ms(elapsed_ms),
     )
 
 

@@ -32,7 +32,7 @@ class Placement:
 class Execution:
     """One admitted run of a request id. session: name of the gateway session that carries it.
 
-    end_record: set once, when the end is decided. given_up: its answer was dropped because the store was away.
+    end_record and decided_ns: set when the end is decided. given_up: its answer was dropped because the store was away.
     """
 
     id: ExecutionId
@@ -41,6 +41,7 @@ class Execution:
     session: str
     pool: str
     arrived_ns: Nanos
+    admitted_ns: Nanos
     deadline_ns: Nanos
     state: RequestState
     reservation: Reservation
@@ -51,6 +52,7 @@ class Execution:
     timer: TimerHandle | None = None
     stop_asked: FinishReason | None = None
     end_record: EndRecord | None = None
+    decided_ns: Nanos = 0
     end_durable: bool = False
     given_up: bool = False
     cancel_queries: list[tuple[str, int]] = field(default_factory=list)

@@ -15,7 +15,7 @@ from weir.units import Millis
 _OCCUPANCY_PRIOR_MS = 2_000.0
 """Before anything was measured: a short answer at reading speed."""
 
-_START_EXPECTED_MS = 5_000
+START_EXPECTED_MS: Millis = 5_000
 """Retry-After while no replica is ready: a small model loads in seconds."""
 
 
@@ -38,7 +38,6 @@ class Fleet:
         self._pool_of_revision: dict[str, str] = {}
         self._addresses: dict[str, ReplicaAddress] = {}
         self.on_change: Callable[[], None] = lambda: None
-        self.on_doubt: Callable[[str], None] = lambda replica: None
         self.on_condemned: Callable[[str], None] = lambda replica: None
         self.on_demand: Callable[[str], None] = lambda pool: None
 
@@ -75,7 +74,6 @@ class Fleet:
         replica.advance(ReplicaEvent.DOUBTED)
         if was_ready:
             self.on_change()
-            self.on_doubt(name)
 
     def condemn(self, pool: str, name: str) -> None:
         """The replica did not confirm that it stopped: no new work, and control must replace it before its lanes return."""
@@ -131,11 +129,10 @@ class Fleet:
         ready = [replica for replica in pool.replicas.values() if replica.state is ReplicaState.READY]
         return sum(replica.limits.concurrency for replica in ready), sum(replica.free for replica in ready)
 
-    def expected_start_ms(self, pool: PoolView) -> Millis:
-        """When a replica is expected while none is ready; asks for one if the pool is on demand."""
+    def demand(self, pool: PoolView) -> None:
+        """A request found no ready replica: start one if the pool is on demand."""
         if pool.on_demand:
             self.on_demand(pool.name)
-        return _START_EXPECTED_MS
 
     def running_in(self, pool: str) -> int:
         """Lanes taken in one pool."""

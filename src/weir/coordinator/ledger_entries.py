@@ -4,7 +4,7 @@ The table of endings decides the payer; this module applies it to what a gateway
 written in time, and to what recovery finds after a crash.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weir.coordinator.execution import Execution, error_code_of
 from weir.core.endings import FinishReason, ending
@@ -67,20 +67,27 @@ def hold_record(execution: Execution, stamp: Stamp, taken: Taken) -> HoldRecord:
     )
 
 
+_TOKENS_MAX: Tokens = 2**31 - 1
+"""More than any window holds: what an engine reports above it is no measurement, and sums must fit the store's integers."""
+
+
 def outcome_of(finish: Finish, worst: Worst, price: Price) -> Outcome:
     """Who pays what for an end that the gateway reported."""
-    usage = sane_usage(finish.usage)
+    usage, absurd = sane_usage(finish.usage)
     delivered = min(max(0, finish.delivered_tokens), worst.output_tokens)
-    return Outcome(finish.reason, usage, delivered, charge(ending(finish.reason), usage, delivered, worst, price))
+    due = charge(ending(finish.reason), usage, delivered, worst, price)
+    return Outcome(finish.reason, usage, delivered, replace(due, clamped=True) if absurd else due)
 
 
-def sane_usage(reported: AttemptUsage | None) -> Usage:
-    """Usage as reported, with what cannot be (negative counts, more cached than input) clamped to what can."""
+def sane_usage(reported: AttemptUsage | None) -> tuple[Usage, bool]:
+    """Usage as reported, with what cannot be (negative, absurdly large, more cached than input) clamped; whether any was."""
     if reported is None:
-        return Usage(0, 0, 0, Basis.ESTIMATED)
-    input_tokens = max(0, reported.input_tokens)
+        return Usage(0, 0, 0, Basis.ESTIMATED), False
+    input_tokens = min(max(0, reported.input_tokens), _TOKENS_MAX)
     cached = min(max(0, reported.cached_input_tokens), input_tokens)
-    return Usage(input_tokens, cached, max(0, reported.output_tokens), reported.basis)
+    output_tokens = min(max(0, reported.output_tokens), _TOKENS_MAX)
+    given = (reported.input_tokens, reported.cached_input_tokens, reported.output_tokens)
+    return Usage(input_tokens, cached, output_tokens, reported.basis), given != (input_tokens, cached, output_tokens)
 
 
 def settle_record(

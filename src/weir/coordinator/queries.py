@@ -23,7 +23,7 @@ class Queries:
         book: Book,
         executions: ExecutionTable,
         ask_to_stop: Callable[[Execution, FinishReason], None],
-        start: Callable[[Coroutine[Any, Any, None]], None],
+        start: Callable[[Coroutine[Any, Any, None]], bool],
     ) -> None:
         self._clock = clock
         self._book = book
@@ -35,7 +35,7 @@ class Queries:
         """Cancel the latest execution of an id; the answer comes once it is terminal. An ended one answers unchanged."""
         execution = self._executions.get(query.tenant, query.request_id)
         if execution is None:
-            self._start(self._answer_from_store(session, query))
+            self._ask_store(session, query)
         elif execution.end_durable:
             session.inbox.deliver(Found(query.query, execution.public()))
         else:
@@ -46,9 +46,13 @@ class Queries:
         """The latest execution of an id."""
         execution = self._executions.get(query.tenant, query.request_id)
         if execution is None:
-            self._start(self._answer_from_store(session, query))
+            self._ask_store(session, query)
         else:
             session.inbox.deliver(Found(query.query, execution.public()))
+
+    def _ask_store(self, session: Session, query: CancelById | Lookup) -> None:
+        if not self._start(self._answer_from_store(session, query)):
+            session.inbox.deliver(Found(query.query, None, unavailable=True))
 
     async def _answer_from_store(self, session: Session, query: CancelById | Lookup) -> None:
         try:

@@ -4,9 +4,11 @@ from collections import Counter
 
 from weir import errors
 from weir.ports import Clock, LedgerStore
+from weir.units import Millis
 
 _MINUTE_MS = 60_000
 _KEYS_MAX = 10_000
+_OTHER = "(other)"
 
 
 class RejectionCounter:
@@ -19,18 +21,23 @@ class RejectionCounter:
 
     def count(self, tenant: str, code: str) -> None:
         """One more rejection of this code for this tenant."""
-        minute = self._clock.wall_ms() // _MINUTE_MS * _MINUTE_MS
-        key = (tenant, code, minute)
+        self._add(tenant, code, self._clock.wall_ms() // _MINUTE_MS * _MINUTE_MS, 1)
+
+    def _add(self, tenant: str, code: str, minute_ms: Millis, number: int) -> None:
+        key = (tenant, code, minute_ms)
         if key not in self._counts and len(self._counts) >= _KEYS_MAX:
-            key = ("(other)", code, minute)
-        self._counts[key] += 1
+            key = (_OTHER, code, 0)  # so few codes are there that these keys are bounded too
+        self._counts[key] += number
 
     async def flush(self) -> None:
-        """Add the counts to the store's; they are kept for the next flush if the store is away."""
+        """Add the counts to the store's; what it does not take, or a cancel cuts short, is kept for the next flush."""
         if not self._counts:
             return
         flushing, self._counts = self._counts, Counter()
         try:
             await self._store.count_rejections([(*key, number) for key, number in flushing.items()])
-        except errors.LedgerUnavailable:
-            self._counts.update(flushing)
+        except BaseException as fault:
+            for key, number in flushing.items():
+                self._add(*key, number)
+            if not isinstance(fault, errors.LedgerUnavailable):
+                raise

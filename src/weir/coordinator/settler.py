@@ -69,6 +69,7 @@ class Settler:
 
     def _append(self, execution: Execution, record: EndRecord) -> None:
         execution.end_record = record
+        execution.decided_ns = self._clock.monotonic_ns()
         self._journal.append(record, partial(self._is_durable, execution))
         self._sessions.deliver(execution, Ended(execution.acquire.ref, shown_as(execution, record, posted=False)))
 

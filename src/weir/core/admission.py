@@ -36,7 +36,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The latest execution under this request id. generation: its public record, for the answer of a conflict."""
+    """The latest execution under this request id."""
 
     execution: int
     body_digest: bytes

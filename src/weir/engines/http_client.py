@@ -21,6 +21,11 @@ from weir.units import Bytes, Millis
 HEAD_BYTES_MAX = 64 * 1024
 CONTROL_BODY_BYTES_MAX = 1024 * 1024
 CLOSE_MS = 1_000
+IDLE_CLOSE_MS: Millis = 100
+"""A peer that closes a kept connection as idle crosses our request on the wire. Later than this it may have begun to work."""
+
+IDLE_PER_ORIGIN_MAX = 1_024
+"""Above the lanes of any one engine, so that no request pays for a handshake; idle_ms ends what a quiet hour leaves."""
 
 
 class Exchange:
@@ -109,7 +114,7 @@ class Exchange:
         self.sent = True
         connection.carry(self)
         if self._paused:  # one event loop starts to read only after connection_made
-            asyncio.get_running_loop().call_soon(self._pause_if_wanted)
+            self._client.loop.call_soon(self._pause_if_wanted)
 
     def unbind(self) -> None:
         """The response is complete: the connection belongs to the pool again."""
@@ -117,7 +122,7 @@ class Exchange:
         self._connection = None
 
     def retry_fresh(self) -> bool:
-        """Send again, once, when a kept connection turned out to be closed before any byte of the response."""
+        """Send again, once, when a kept connection turned out to be closed already. False when that was done or is too late."""
         if self._retried or self._client.closing:
             return False
         self._retried = True
@@ -142,6 +147,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, client: "HttpClient", exchange: Exchange) -> None:
         self.gone = asyncio.Event()
         self.idle_since = 0.0
+        self._sent_at = 0.0
         self._client = client
         self._origin = exchange.origin
         self._first: Exchange | None = exchange
@@ -200,7 +206,7 @@ class _Connection(asyncio.Protocol):
         if self._head_ready and exc is None and self._ends_with_connection:
             exchange.unbind()
             exchange.receiver.on_complete()
-        elif self._head_bytes or self._used <= 1 or not exchange.retry_fresh():
+        elif not (self._was_closed_as_idle and exchange.retry_fresh()):
             exchange.fail(errors.ReplicaLost("The connection to the replica was lost."))
 
     # ── httptools ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -239,6 +245,7 @@ class _Connection(asyncio.Protocol):
         self._reset()
         self._used += 1
         self._exchange = exchange
+        self._sent_at = self._client.loop.time()
         self._transport.write(exchange.payload)
 
     def pause(self) -> None:
@@ -256,6 +263,12 @@ class _Connection(asyncio.Protocol):
         self._transport.abort()
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _was_closed_as_idle(self) -> bool:
+        """Whether nothing can have come of the request: a kept connection, lost at once and without a byte of an answer."""
+        waited_ms = 1_000 * (self._client.loop.time() - self._sent_at)
+        return self._used > 1 and not self._head_bytes and waited_ms <= IDLE_CLOSE_MS
 
     @property
     def _ends_with_connection(self) -> bool:
@@ -286,7 +299,9 @@ class _Connection(asyncio.Protocol):
 class HttpClient:
     """Exchanges with any number of replicas. Keeps at most idle_per_origin_max unused connections each, for idle_ms."""
 
-    def __init__(self, *, connect_ms: Millis = 2_000, idle_per_origin_max: int = 32, idle_ms: Millis = 60_000) -> None:
+    def __init__(
+        self, *, connect_ms: Millis = 2_000, idle_per_origin_max: int = IDLE_PER_ORIGIN_MAX, idle_ms: Millis = 60_000
+    ) -> None:
         self.connections: set[_Connection] = set()
         self.closing = False
         self._connect_ms = connect_ms

@@ -32,7 +32,7 @@ class Origin:
 
 @lru_cache(maxsize=1024)
 def parse_origin(url: str) -> Origin:
-    """The origin of a base URL, which may end in /v1. Raises EngineError when it is not an http or https URL."""
+    """The origin of a base URL, which may end in /v1. Raises EngineError, without the URL, when it is anything more or less."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -40,6 +40,8 @@ def parse_origin(url: str) -> Origin:
         raise errors.EngineError("The replica's address is not a URL.") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise errors.EngineError("The replica's address is not an http or https URL.")
+    if "@" in parts.netloc or "?" in url or "#" in url or not (url.isascii() and url.isprintable()) or " " in url:
+        raise errors.EngineError("The replica's address has more than a host, a port and a path.")
     tls = parts.scheme == "https"
     root = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
     return Origin(parts.hostname, port or (443 if tls else 80), tls, root)

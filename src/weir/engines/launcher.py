@@ -55,11 +55,6 @@ class LocalProcess:
         """The random key of this process."""
         return self._api_key
 
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
-
     async def wait(self) -> int:
         """The exit status, negative for a signal, once it exited for whatever reason."""
         return await asyncio.shield(self._supervision)

@@ -1,8 +1,8 @@
 """Any OpenAI-compatible server behind a URL: vLLM, a hosted API, the simulated server.
 
-It decides which fields such a server is sent and what it can do; what its stream means is `openai_stream`'s. A server that has
-nothing beside completions works: without /health, /v1/models, /tokenize or /version it merely has no capabilities. A probe
-never generates anything: it runs often, and a hosted API costs money.
+It decides which fields such a server is sent and what it can do; what its stream means is `openai_stream`'s. /v1/models shows
+that it is such a server and takes our key. Without /health, /tokenize or /version it merely has no capabilities. A probe never
+generates anything: it runs often, and a hosted API costs money.
 """
 
 import asyncio
@@ -95,18 +95,17 @@ class OpenAICompatibleEngine:
         return await self._control.count(replica, lambda: self._tokenize(replica, prompt, chat))
 
     async def probe(self, replica: ReplicaAddress) -> ReplicaAddress:
-        """Health, model and capabilities. Raises EngineFault, also where an approved model is not served.
+        """Health, model and capabilities. Raises EngineFault, also where no model or not the approved one is served.
 
+        A fault whose retry_advice is False stays until somebody changes the configuration: the server refuses our key.
         vLLM is recognised by /version and by whom it names as its models' owner. Either is enough to ask for usage on every
         chunk, which is harmless elsewhere. A salted prefix cache takes both: believed wrongly, tenants would share a cache.
         """
         await self._control.check_health(replica)
-        models = json_object(await self._control.call(replica, "GET", "/v1/models")).get("data")
-        cards = [card for card in models if isinstance(card, dict)] if isinstance(models, list) else []
-        card = _card_for(replica, cards)
+        card = _card_for(replica, _cards_in(await self._control.call(replica, "GET", "/v1/models")))
         found = msgspec.structs.replace(
             replica,
-            model=str(card.get("id", replica.model)),
+            model=card["id"],
             context_tokens=whole_number(card.get("max_model_len")) or replica.context_tokens,
         )
         version = json_object(await self._control.call(found, "GET", "/version")).get("version")
@@ -129,9 +128,23 @@ class OpenAICompatibleEngine:
         return whole_number(json_object(answer).get("count"))
 
 
+def _cards_in(answer: HttpResponse) -> list[dict[str, Any]]:
+    """The models that /v1/models lists, at least one, each with an id. Raises EngineError."""
+    if answer.status in (401, 403):
+        raise errors.EngineError("The engine refuses the key (engine.api_key_file).", should_retry=False)
+    if answer.status != 200:
+        raise errors.EngineError(f"The engine lists no models: /v1/models answers {answer.status}.")
+    listed = json_object(answer).get("data")
+    cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
+    named = [card for card in cards if isinstance(card.get("id"), str) and card["id"]]
+    if not named:
+        raise errors.EngineError("The engine lists no models: /v1/models names none.")
+    return named
+
+
 def _card_for(replica: ReplicaAddress, cards: list[dict[str, Any]]) -> dict[str, Any]:
-    """The listed model that a replica is to serve: the one it names, else the first; empty when nothing is listed."""
-    named = next((card for card in cards if card.get("id") == replica.model), None)
-    if named is None and cards and replica.model and replica.engine is EngineKind.OPENAI:
+    """The listed model that a replica is to serve: the one it names, else the first. Raises EngineError."""
+    named = next((card for card in cards if card["id"] == replica.model), None)
+    if named is None and replica.model and replica.engine is EngineKind.OPENAI:
         raise errors.EngineError("The replica does not serve the approved model.")
-    return named or (cards[0] if cards else {})
+    return named or cards[0]

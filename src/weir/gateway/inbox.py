@@ -14,7 +14,6 @@ from weir.messages import (
     AskStanding,
     CancelById,
     Down,
-    Drain,
     FleetView,
     Found,
     Lookup,
@@ -24,7 +23,7 @@ from weir.messages import (
 )
 from weir.ports import CoordinatorLink
 
-_OF_THE_SESSION = (Snapshot, FleetView, Drain, Found, StandingFound)
+_OF_THE_SESSION = (Snapshot, FleetView, Found, StandingFound)
 """Messages that are not about one request."""
 
 
@@ -44,7 +43,6 @@ class Inbox:
         self._queries: dict[int, asyncio.Future[Found | StandingFound]] = {}
         self._ready: dict[str, list[ReplicaAddress]] = {}
         self._refs = count(1)
-        self.on_drain: Callable[[], None] = lambda: None
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -81,8 +79,6 @@ class Inbox:
             self._ready = {}
             for replica in message.ready:
                 self._ready.setdefault(replica.revision, []).append(replica)
-        elif isinstance(message, Drain):
-            self.on_drain()
         else:
             answer = self._queries.pop(message.query, None)
             if answer is not None and not answer.done():

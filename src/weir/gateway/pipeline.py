@@ -107,12 +107,12 @@ class Gateway:
             self.inbox.close(ref)
 
     async def _serve(self, relay: Relay, plan: Plan, answer: Answer, surface: str) -> None:
-        waited_ms = ms_from_ns(self._clock.monotonic_ns() - answer.client.read_ns)
-        if waited_ms >= plan.deadline_ms:
-            await self._refuse_late(plan, answer, waited_ms)
+        waited_ns = self._clock.monotonic_ns() - answer.client.read_ns
+        if waited_ns >= ns_from_ms(plan.deadline_ms):
+            await self._refuse_late(plan, answer, ms_from_ns(waited_ns))
             return
         ids = Ids(relay.ref, plan.request.request_id or self._new_id("req"), self._new_id("gen"))
-        acquire = acquire_of(plan, ids, self._planner.digest(plan), surface, waited_ms)
+        acquire = acquire_of(plan, ids, self._planner.digest(plan), surface, waited_ns)
         assert self.inbox.link is not None
         self.inbox.link.send(acquire)
         await relay.until(lambda: relay.decision is not None or relay.is_over)

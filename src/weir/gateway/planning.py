@@ -19,7 +19,7 @@ from weir.core.tenancy import Principal
 from weir.gateway.inbox import Inbox
 from weir.messages import Acquire
 from weir.ports import Engine
-from weir.units import Millis, Tokens
+from weir.units import Millis, Nanos, Tokens, ms_from_ns
 
 EngineFor = Callable[[EngineKind], Engine]
 
@@ -79,7 +79,8 @@ class Planner:
     def digest(self, plan: Plan) -> bytes:
         """Keyed digest of the request after defaults, without request id, stream and deadline."""
         request = plan.request
-        body = (request.model_alias, request.prompt, plan.max_output_tokens, request.sampling, request.session)
+        asked = request.max_output_tokens or plan.alias.default_max_output_tokens  # not what the window left of it
+        body = (request.model_alias, request.prompt, asked, request.sampling, request.session)
         return hmac.digest(self._digest_key, msgspec.json.encode(body), hashlib.sha256)
 
 
@@ -112,8 +113,8 @@ class Ids:
     generation_id: str
 
 
-def acquire_of(plan: Plan, ids: Ids, digest: bytes, surface: str, waited_ms: Millis) -> Acquire:
-    """The message that asks for a grant. waited_ms: since the request was read, less than its deadline."""
+def acquire_of(plan: Plan, ids: Ids, digest: bytes, surface: str, waited_ns: Nanos) -> Acquire:
+    """The message that asks for a grant. waited_ns: since the request was read, less than its deadline."""
     principal, request = plan.principal, plan.request
     return Acquire(
         ref=ids.ref,
@@ -135,7 +136,7 @@ def acquire_of(plan: Plan, ids: Ids, digest: bytes, surface: str, waited_ms: Mil
         input_bytes=request.prompt_bytes,
         max_output_tokens=plan.max_output_tokens,
         choices=1,
-        deadline_left_ms=plan.deadline_ms - waited_ms,
-        waited_ms=waited_ms,
+        deadline_left_ms=plan.deadline_ms - ms_from_ns(waited_ns),
+        waited_ns=waited_ns,
         session_key=request.session,
     )

@@ -49,6 +49,10 @@ if TYPE_CHECKING:
 _MARK_EVERY_NS = 100_000_000
 """Granularity of the slow-client watch: marks of what was written when."""
 
+_WHOLE_ANSWER_BYTES_PER_TOKEN = 256
+_WHOLE_ANSWER_BYTES = 64 * 1024
+"""No vocabulary has longer tokens, and a short answer may come in a few large ones."""
+
 _REASON_OF_FAULT: dict[type[errors.WeirError], FinishReason] = {
     errors.EngineError: FinishReason.ENGINE_ERROR,
     errors.ReplicaLost: FinishReason.REPLICA_LOST,
@@ -234,6 +238,7 @@ class Relay:
             self._hand_out(texts)
             self._held_since_ns = self._parts.clock.monotonic_ns() if self._stream.is_held else None
         self._ask_for_more()
+        self._balance()
         if not self._opened:
             self._changed.set()
         self._complete_if_done()
@@ -248,6 +253,7 @@ class Relay:
         texts = self._stream.arrive(deltas, now_ns)
         self._counted = deltas[-1].tokens is not None
         if not self._streamed:
+            self._bound_whole_answer()
             return
         if texts:
             self._hand_out(texts)
@@ -255,6 +261,12 @@ class Relay:
             self._held_since_ns = now_ns
         self._ask_for_more()
         self._balance()
+
+    def _bound_whole_answer(self) -> None:
+        """An answer that is not streamed waits here whole: no engine may fill the memory with it."""
+        if self._stream.held_bytes > _WHOLE_ANSWER_BYTES_PER_TOKEN * self._plan.max_output_tokens + _WHOLE_ANSWER_BYTES:
+            self._detail = "The engine sent more text than its tokens can hold."
+            self.stop(FinishReason.ENGINE_ERROR)
 
     def _ask_for_more(self) -> None:
         """Ask for the next delivery step when it is time; not before the headers are out, for nothing was delivered yet."""

@@ -256,7 +256,7 @@ class Checker:
 
     def _on_granted(self, granted: Granted) -> None:
         seen, now_ns = self._by_ref[granted.ref], self._clock.monotonic_ns()
-        arrived_ns = seen.acquired_ns - ns_from_ms(seen.acquire.waited_ms)
+        arrived_ns = seen.acquired_ns - seen.acquire.waited_ns
         assert seen.is_queued and seen.end is None, f"{seen.id} is granted and was not waiting"
         assert not seen.had_output, f"{seen.id} is dispatched again after output"
         assert now_ns < self._deadline_ns(seen), f"{seen.id} is dispatched past its deadline"

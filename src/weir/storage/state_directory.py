@@ -20,7 +20,6 @@ from weir.units import Bytes
 SECRET_BYTES: Bytes = 32
 BODY_DIGEST_SECRET = "body_digest"
 CACHE_SALT_SECRET = "cache_salt"
-LINK_TOKEN_SECRET = "link_token"
 
 
 class _Secrets(msgspec.Struct, forbid_unknown_fields=True):
@@ -40,7 +39,6 @@ class StateDirectory:
         self.path = path.absolute()
         self.database = self.path / "weir.sqlite3"
         self.ready_file = self.path / "ready.json"
-        self.logs = self.path / "logs"
         self._secrets_file = self.path / "secrets.json"
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -49,7 +47,6 @@ class StateDirectory:
             self._refuse(fault)
         try:
             self._take_lock()
-            self.logs.mkdir(mode=0o700, exist_ok=True)
             self._secrets = self._load_secrets()
         except OSError as fault:
             self.close()

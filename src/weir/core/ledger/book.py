@@ -162,6 +162,7 @@ class Book:
         bucket = account.buckets.get(take.limit) if account else None
         if bucket is not None:
             bucket.take(object(), take.units, at_ns)
+            bucket.change_rate(bucket.rate, at_ns)  # taken under a higher limit, it counts as under this one: clamped
 
     # ── the one step of admission ────────────────────────────────────────────────────────────────────────────────────
 

@@ -4,8 +4,8 @@ Control builds it, the coordinator and the gateways hold it, nobody changes it. 
 what is approved (who is this, may they use that alias, what does it resolve to) is answered here.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from weir import errors
@@ -77,6 +77,9 @@ class Snapshot:
             return False
         return True
 
-    def pool_of(self, revision: str) -> Pool:
-        """The pool that serves a revision."""
-        return next(pool for pool in self.pools.values() if pool.revision == revision)
+    def serving(self, pools: Collection[str]) -> "Snapshot":
+        """The same where only these pools are kept: an alias that none of them serves is not offered."""
+        kept = {name: pool for name, pool in self.pools.items() if name in pools}
+        served = {pool.revision for pool in kept.values()}
+        offered = {name: alias for name, alias in self.aliases.items() if alias.revision in served}
+        return replace(self, pools=kept, aliases=offered)
