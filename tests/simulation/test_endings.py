@@ -7,7 +7,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from tests.simulation.stage import LONG_PROMPTS, Script, blocker, cost_of, end_of, run_script, subject, until_output
+from tests.simulation.stage import LONG_PROMPTS, Script, blocker, cost_of, end_of, has_end, run_script, subject, until_output
 
 from weir import errors
 from weir.core.endings import Status
@@ -299,6 +299,44 @@ def test_a_settlement_that_is_late() -> None:
         world.weather.clear()
 
     _check(script, "failed/ledger_unavailable", pays=False)
+
+
+def test_a_settlement_that_the_store_refuses_is_dropped_even_from_the_group_in_hand() -> None:
+    """Protects whole answers through any outage: what surely was not written is withdrawn, and the id may run again."""
+
+    async def script(world: World) -> None:
+        exchange = world.send(subject(stream=False, max_output_tokens=30))
+        await asyncio.sleep(0.3)
+        world.weather.failing = True
+        await world.until(lambda: exchange.answer.record is not None)
+        assert exchange.answer.record is not None
+        assert exchange.answer.record.error_code == "ledger_unavailable"
+        world.weather.clear()
+        await world.until(lambda: has_end(world))
+        counted = world.cell.telemetry.exposition().decode()
+        assert 'finish_reason="ledger_unavailable"' in counted and 'status="completed"' not in counted
+        again = world.send(subject(stream=False, max_output_tokens=30))
+        await world.until(lambda: again.answer.record is not None)
+        assert again.answer.record is not None
+        assert again.answer.record.execution == 2
+
+    _check(script, "failed/ledger_unavailable", pays=False)
+
+
+def test_a_late_store_gives_each_answer_its_own_time() -> None:
+    """Protects whole answers: one that was settled just now is not dropped with an older one, it has its own two seconds."""
+
+    async def script(world: World) -> None:
+        old = world.send(blocker(stream=False, max_output_tokens=20))
+        young = world.send(subject(stream=False, max_output_tokens=60))
+        await asyncio.sleep(0.2)
+        world.weather.failing = True
+        await world.until(lambda: old.answer.record is not None)
+        assert young.answer.record is None
+        world.weather.clear()
+        await world.until(lambda: young.is_done)
+
+    _check(script, "completed/length", pays=True)
 
 
 def test_a_settlement_whose_write_is_lost_stands() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ class _Store:
     def __init__(self) -> None:
         self.groups: list[list[int]] = []
         self.fails = 0
-        self.error: type[errors.WeirError] = errors.LedgerUnavailable
+        self.error: Callable[[], errors.WeirError] = errors.LedgerUnavailable
         self.write_s = 0.01
 
     async def write(self, epoch: int, records: Sequence[LedgerRecord]) -> None:
@@ -113,6 +114,36 @@ def test_only_what_no_write_has_taken_can_be_withdrawn() -> None:
         assert stand.journal.withdraw(second, _step(second, 9), lambda: told.append("instead"))
         await asyncio.sleep(0.1)
         assert told == ["instead"]
+
+    assert _play(script).durable == [1]
+
+
+def test_a_group_that_surely_was_not_written_can_still_be_withdrawn_from() -> None:
+    """Protects dropped answers: only a write whose outcome is unknown binds the journal to what it said."""
+
+    async def script(stand: _Stand) -> None:
+        stand.store.fails, stand.store.error = 4, partial(errors.LedgerUnavailable, not_written=True)
+        first, told = stand.append(), []
+        await asyncio.sleep(0.03)  # refused once, waiting for its next try
+        assert stand.journal.withdraw(first, _step(first, 9), lambda: told.append("instead"))
+        await asyncio.sleep(2)
+        assert told == ["instead"]
+
+    stand = _play(script)
+    assert stand.store.groups == [[1]] and not stand.durable
+
+
+def test_an_unknown_outcome_binds_the_group_through_later_refusals() -> None:
+    """Protects the store's word: once a write may have landed, its records are repeated as they are."""
+
+    async def script(stand: _Stand) -> None:
+        stand.store.fails = 1
+        first = stand.append()
+        await asyncio.sleep(0.03)
+        stand.store.fails, stand.store.error = 3, partial(errors.LedgerUnavailable, not_written=True)
+        await asyncio.sleep(0.2)
+        assert not stand.journal.withdraw(first, _step(first, 9))
+        await asyncio.sleep(2)
 
     assert _play(script).durable == [1]
 

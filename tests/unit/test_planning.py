@@ -64,6 +64,16 @@ async def test_the_digest_names_what_is_generated_and_nothing_else() -> None:
     assert planner.digest(await planner.plan(_principal("acme"), replace(request, prompt="b"))) != digest
 
 
+async def test_the_digest_does_not_depend_on_who_could_count() -> None:
+    """A retry while no replica can count is still the same body, also near the end of the window."""
+    request = InferenceRequest("chat", "x" * 3_800)
+    counted, uncounted = _planner(), _planner(ready=False)
+    exact = await counted.plan(_principal("acme"), request)
+    bound = await uncounted.plan(_principal("acme"), request)
+    assert exact.max_output_tokens < bound.max_output_tokens
+    assert counted.digest(exact) == uncounted.digest(bound)
+
+
 async def test_an_exact_count_bounds_the_output() -> None:
     """A default output is cut to the window; what was asked for and cannot fit is refused with the numbers."""
     planner = _planner()

@@ -85,3 +85,20 @@ def test_a_store_that_is_away_stops_the_start() -> None:
     ledger = MemoryLedger(fault=lambda operation: errors.LedgerUnavailable())
     with pytest.raises(errors.LedgerUnavailable):
         run(_recovered(ledger, age_ms=0), until_ms=1_000)
+
+
+def test_a_limit_lowered_before_the_restart_does_not_block_for_hours() -> None:
+    """Protects Retry-After: takes made under a higher limit count as under the present one, clamped to its capacity."""
+
+    async def script() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        clock, ledger = StepClock(loop), MemoryLedger()
+        await ledger.write((await ledger.open_epoch(0)).epoch, [_hold(1, "big", clock.wall_ms())])
+        limits = {Scope("tenant-0"): Limits(tokens_per_minute=60)}  # the hold took 300
+        recovered = await recover(ledger, clock, first_snapshot(Spec(limits=limits)))
+        standing = recovered.book.standing(SCOPES, clock.monotonic_ns()).tokens
+        assert standing.remaining == 0
+        assert standing.reset_ms is not None and standing.reset_ms <= 60_000
+
+    run(script(), until_ms=1_000)

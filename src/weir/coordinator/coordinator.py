@@ -148,11 +148,6 @@ class Coordinator:
         except TimeoutError:
             return  # an engine does not confirm, or the store is away: recovery resolves what is left
 
-    @property
-    def live_count(self) -> int:
-        """Executions that are not quiet yet: not ended, not durable, or their engine not stopped."""
-        return self._executions.live_count
-
     def queued_in(self, pool: str) -> int:
         """Admitted requests that wait in a pool's domain."""
         queue = self._queues.get(pool)

@@ -63,6 +63,11 @@ class ExecutionTable:
         """How many are live."""
         return len(self._live)
 
+    @property
+    def in_flight(self) -> int:
+        """How many have not reached their terminal status."""
+        return sum(not execution.is_ended for execution in self.live)
+
     async def find_stored(self, tenant: str, request_id: str) -> StoredExecution | None:
         """The latest execution as the store has it. Raises LedgerUnavailable, also when it takes too long."""
         try:

@@ -113,7 +113,8 @@ class Cell:
     """One process: everything that a crash takes along."""
 
     def __init__(self, world: "World", serial: int, store: CellStore, recovered: Recovered) -> None:
-        spec, clock, telemetry = world.spec, world.clock, Telemetry()
+        spec, clock = world.spec, world.clock
+        telemetry = self.telemetry = Telemetry()
         self.store = store
         self.book = recovered.book
         self.journal = recovered.journal
