@@ -35,6 +35,7 @@ class GatewayConfig:
     """What tenants meet. Defaults carry their reason."""
 
     body_bytes_max: Bytes = 8 * 1024 * 1024  # a long conversation fits; memory per connection stays bounded
+    bodies_bytes_max: Bytes = 256 * 1024 * 1024  # all bodies that are still arriving: 32 of the largest; else `queue_full`
     body_wait_ms: Millis = 30_000  # a body that never ends is given up
     stream_buffer_bytes: Bytes = 256 * 1024  # per stream, before the engine is paused
     socket_buffer_bytes: Bytes = 64 * 1024  # SO_SNDBUF: what the kernel takes counts as accepted
@@ -43,6 +44,7 @@ class GatewayConfig:
     early_headers_ms: Millis = 2_000  # queued this long: show the client that it is admitted
     idle_connection_ms: Millis = 75_000  # HTTP keep-alive
     backlog: int = 2_048
+    connections_max: int = 10_000  # far above what the queues hold; descriptors are left for engines, operators and metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from weir.core.endings import FinishReason, Status
-from weir.core.ledger.records import Timing
+from weir.core.ledger.records import EndRecord, SettleRecord, Timing
 from weir.core.metering import Basis, InputBasis
 from weir.core.registry.model import EngineKind
 from weir.core.registry.snapshot import Snapshot
@@ -178,6 +178,25 @@ class GenerationRecord(msgspec.Struct, frozen=True):
     timing: Timing = Timing()
     error_code: str | None = None
     error_detail: str | None = None
+
+
+def ended_record(shown: GenerationRecord, end: EndRecord, *, posted: bool) -> GenerationRecord:
+    """The public record of an execution with the ledger's record of its end in it."""
+    settled = end if isinstance(end, SettleRecord) else None
+    return msgspec.structs.replace(
+        shown,
+        status=end.status,
+        finish_reason=end.finish_reason,
+        input_tokens=settled.input_tokens if settled else 0,
+        cached_input_tokens=settled.cached_input_tokens if settled else 0,
+        output_tokens=settled.output_tokens if settled else 0,
+        cost_microusd=settled.cost_microusd if settled else 0,
+        basis=settled.basis if settled else None,
+        posted=posted,
+        timing=end.timing,
+        error_code=end.error_code,
+        error_detail=end.error_detail,
+    )
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):

@@ -157,8 +157,23 @@ def met_targets(workload: WorkloadClass, end: EndRecord) -> bool:
     return end.timing.ttft_ms <= workload.ttft_target_ms and (tpot_ms is None or tpot_ms <= workload.tpot_target_ms)
 
 
+class LibraryLog(logging.Handler):
+    """What libraries warn of, the HTTP server for one, as lines of ours."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One record of the standard library's logging."""
+        message = record.getMessage().strip()
+        structlog.get_logger().log(
+            record.levelno, "library_log", library=record.name, message=message, exc_info=record.exc_info
+        )
+
+
 def configure_logs(stream: TextIO | None = None, *, json: bool = True) -> None:
-    """Structured logs on stderr (or `stream`): one JSON object per line, or coloured text for a terminal."""
+    """Structured logs on stderr (or `stream`): one JSON object per line, or coloured text for a terminal.
+
+    Replaces how this process shows what libraries log.
+    """
+    logging.basicConfig(handlers=[LibraryLog()], level=logging.WARNING, force=True)
     out = stream or sys.stderr
     renderer: Any = structlog.processors.JSONRenderer() if json else structlog.dev.ConsoleRenderer()
     structlog.configure(

@@ -93,12 +93,12 @@ class Stand:
         self.ledger = MemoryLedger()
         self.cell = StandingCell()
         self.clock = ManualClock()
-        self.commands = Commands(self.store, self._publish, self.clock, SeededEntropy())
+        self.commands = Commands(self.store, self.publish, self.clock, SeededEntropy())
         self.app = create_admin_app(AdminParts(self.commands, self.ledger, self.cell, SeededEntropy()))
         self.keys: dict[Role, str] = {}
         self.client: httpx2.AsyncClient
 
-    async def _publish(self, snapshot: Snapshot) -> Acknowledgement:
+    async def publish(self, snapshot: Snapshot) -> Acknowledgement:
         self.published.append(snapshot)
         return Acknowledgement(snapshot.version, self.pending)
 

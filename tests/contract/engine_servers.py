@@ -289,7 +289,7 @@ class ScriptedServer:
     """An HTTP server whose generations follow a script; remembers requests as (head, body)."""
 
     script: Script = speak
-    dialect: str = "vllm"  # or "bare": completions and nothing else
+    dialect: str = "vllm"  # or "bare": completions and a list of models, nothing else
     split: int = 0
     line_end: bytes = b"\n"
     url: str = ""
@@ -322,6 +322,8 @@ class ScriptedServer:
                 await self.script(wire, body)
             finally:
                 self.generating -= 1
+        elif self.dialect == "bare" and path.endswith(b"/v1/models"):
+            await wire.answer(200, {"data": [{"id": "m"}]})
         elif self.dialect == "vllm":
             card = {"id": "m", "owned_by": "vllm", "max_model_len": CONTEXT_TOKENS}
             answers = {

@@ -3,11 +3,17 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 from tests.contract.admin_stand import Stand, book_usage, standing
 
 from weir import errors
+from weir.api.admin_views import generation_view
+from weir.api.generations import generation_body
+from weir.core.endings import FinishReason, Status
+from weir.core.ledger.records import Timing
 from weir.core.tenancy import ENFORCED_LIMITS, PLANNED_LIMITS, Role
+from weir.messages import GenerationRecord
 
 
 @pytest.fixture
@@ -252,6 +258,17 @@ async def test_the_cell_is_shown_as_it_stands(stand: Stand) -> None:
     assert record["usage"]["output_tokens"] == 3 and record["usage"]["settlement"] == "posted"
     assert record["timing"] == {"queue_ms": 1.5, "ttft_ms": 20.0, "tpot_ms": None, "total_ms": 30.0}
     assert record["error"] == {"code": "engine_error", "detail": "It failed."}
+
+
+@pytest.mark.parametrize("finish_reason", [None, FinishReason.DISCONNECT])
+def test_a_generation_looks_as_it_does_to_its_tenant(finish_reason: FinishReason | None) -> None:
+    """Protects support: administrators and tenants read the same record, running or ended, rounded alike."""
+    status = Status.RUNNING if finish_reason is None else Status.CANCELLED
+    record = GenerationRecord("gen-1", "r:1", 2, "assistant", "small-1", status, finish_reason, timing=Timing(1.23456))
+    if finish_reason is not None:
+        record = msgspec.structs.replace(record, error_code="request_cancelled")
+    shown = generation_view(record).model_dump(mode="json", exclude_defaults=True)
+    assert shown == {**msgspec.json.decode(msgspec.json.encode(generation_body(record))), "execution": 2}
 
 
 async def test_the_audit_trail_pages_backwards_in_time(stand: Stand) -> None:

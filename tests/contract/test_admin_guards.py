@@ -5,11 +5,15 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from tests.contract.admin_stand import Stand, standing
+from tests.contract.admin_stand import SeededEntropy, Stand, standing
 
 from weir import errors
+from weir.api.admin_auth import authenticate
 from weir.api.admin_bodies import parse_time
+from weir.control.commands import Commands
 from weir.core.tenancy import ENFORCED_LIMITS, Role
+from weir.ports import Catalog
+from weir.storage.memory import MemoryCatalog
 
 
 @pytest.fixture
@@ -87,6 +91,34 @@ async def test_other_credentials_are_unauthenticated(stand: Stand, credential: s
     """Protects authentication from whatever is not an admin key."""
     status, problem = await stand.bad("GET", "/admin/v1/tenants", role=None, headers={"authorization": credential})
     assert (status, problem["code"]) == (401, "unauthenticated")
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer nonsense"}])
+async def test_who_is_unknown_learns_nothing_of_its_body(stand: Stand, headers: dict[str, str]) -> None:
+    """Protects the parser from strangers: whatever a body is, without a key the answer is 401."""
+    for path, content in (("tenants", b"{"), ("tenants", b'{"colour": 1}'), ("limits?user=x", b"[" * 100_000), ("limits", b"")):
+        method = "POST" if path == "tenants" else "PUT"
+        sent = {"content-type": "application/json", **headers}
+        status, problem = await stand.bad(method, f"/admin/v1/{path}", role=None, content=content, headers=sent)
+        assert (status, problem["code"]) == (401, "unauthenticated"), path
+    assert (await stand.bad("GET", "/admin/v1/usage?since=x", role=None, headers=headers))[0] == 401
+
+
+class ClosedCatalog(MemoryCatalog):
+    """A store that cannot be read."""
+
+    async def load(self) -> Catalog:
+        raise errors.LedgerUnavailable
+
+
+@pytest.mark.parametrize("presented", [None, "", "nonsense", "weir-" + "0" * 84])
+async def test_what_cannot_be_a_key_asks_no_store(stand: Stand, presented: str | None) -> None:
+    """Protects the store from strangers: a malformed key is refused without reading the catalog."""
+    commands = Commands(ClosedCatalog(), stand.publish, stand.clock, SeededEntropy())
+    with pytest.raises(errors.Unauthenticated):
+        await authenticate(commands, presented)
+    with pytest.raises(errors.LedgerUnavailable):
+        await authenticate(commands, stand.keys[Role.VIEWER])
 
 
 async def test_an_api_key_is_no_admin_key(stand: Stand) -> None:

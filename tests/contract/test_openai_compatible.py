@@ -330,12 +330,42 @@ async def test_probing_vllm() -> None:
 
 
 async def test_probing_a_bare_server() -> None:
-    """A server with nothing beside completions is healthy, keeps its configured name and window, and can't do anything more."""
+    """A server with completions and a model is healthy, keeps its configured window, and can't do anything more."""
     async with ScriptedServer(dialect="bare").running() as server:
         engine = OpenAICompatibleEngine()
         address = server.address(model="m", context_tokens=9)
         assert await engine.probe(address) == address
         assert await engine.count_input(address, "a", False) is None
+        await engine.aclose()
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "words", "stays"),
+    [
+        (401, {"error": {"message": "zebra"}}, "refuses the key (engine.api_key_file)", True),
+        (403, {}, "refuses the key (engine.api_key_file)", True),
+        (404, {}, "lists no models: /v1/models answers 404", False),
+        (500, {"error": "zebra"}, "lists no models: /v1/models answers 500", False),
+        (200, "zebra", "lists no models", False),
+        (200, {"data": "zebra"}, "lists no models", False),
+        (200, {"data": []}, "lists no models", False),
+        (200, {"data": ["zebra", {"id": ""}, {"id": 7}, {}]}, "lists no models", False),
+    ],
+)
+async def test_probing_what_is_no_engine(status: int, content: Any, words: str, stays: bool) -> None:
+    """Whatever speaks HTTP is no replica: it must list a model to us. Only a refused key is not worth asking again."""
+
+    class _Other(ScriptedServer):
+        async def _answer(self, path: bytes, wire: Wire, body: dict[str, Any]) -> None:
+            await wire.answer(status if path == b"/v1/models" else min(status, 404), content)
+
+    async with _Other().running() as server:
+        engine = OpenAICompatibleEngine()
+        for model in ("", "m"):
+            with pytest.raises(EngineError) as refused:
+                await engine.probe(server.address(model=model))
+            assert words in refused.value.detail and "zebra" not in refused.value.detail
+            assert (refused.value.retry_advice is False) is stays
         await engine.aclose()
 
 

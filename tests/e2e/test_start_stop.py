@@ -1,5 +1,6 @@
 """Starting, stopping, being killed, starting again: what operators see, what clients see, and what is left behind."""
 
+import asyncio
 import json
 import re
 import signal
@@ -13,8 +14,13 @@ from typing import Any
 
 import pytest
 from tests.e2e.conftest import SLOW_ROW, engine_process
-from tests.e2e.http_client import Account, demo_account, exchange, wait_until
+from tests.e2e.http_client import Account, Wire, demo_account, exchange, wait_until
 from tests.e2e.running_cell import RunningCell, kill_if_running, running_cell, start_cell
+
+from weir.core.metering import Price
+from weir.core.registry.model import Alias, EngineKind, Pool, Revision
+from weir.ports import AuditEntry, CatalogChange
+from weir.storage.database import open_sqlite
 
 LONG = "river"
 """A prompt whose reply has 213 tokens: half a second on the built-in engine, seven on the slow one."""
@@ -117,6 +123,74 @@ def test_a_second_start_keeps_everything(tmp_path: Path) -> None:
         assert account.account("spend_microusd_lifetime")["spent"] == 2 * cost
 
 
+def test_aliases_of_an_earlier_start_are_not_offered(tmp_path: Path) -> None:
+    """Protects callers from a model that nothing serves: not in the ready file nor the list, unknown, also after a change."""
+    with running_cell(tmp_path / "state"):
+        pass
+    asyncio.run(register_earlier_model(tmp_path / "state" / "weir.sqlite3"))
+    with running_cell(tmp_path / "state") as cell:
+        account = demo_account(cell)
+        assert [entry["alias"] for entry in cell.ready["aliases"]] == ["assistant"]
+        for _ in range(2):
+            models = account.ask("GET", "/v1/models").json["data"]
+            assert [model["id"] for model in models] == ["assistant"]
+            refused = account.generate(model_alias="completion")
+            assert (refused.status, refused.json["code"]) == (404, "unknown_alias")
+            account.limit(concurrency=9)
+
+
+async def register_earlier_model(database: Path) -> None:
+    """Leave what a start with another engine leaves: a revision, its alias and its pool."""
+    ledger, catalog = open_sqlite(database)
+    revision = Revision("old@1", EngineKind.LLAMACPP, "/gone.gguf", 512, 128, 64, Price(1, 1, 1, 1))
+    change = CatalogChange(
+        AuditEntry(0, "bootstrap", "models.register", "models", "{}"),
+        aliases=[Alias("completion", "old@1", 64)],
+        revisions=[revision],
+        pools=[Pool("completion", "old@1", 1, 2, on_demand=True)],
+    )
+    await catalog.apply((await catalog.load()).version, change)
+    await catalog.aclose()
+    await ledger.aclose()
+
+
+# ── bounds of the listeners ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_tenant_connection_too_many_is_closed_and_administrators_still_get_in(tmp_path: Path) -> None:
+    """Protects the management side from a flood of tenants' connections, and tenants once others left."""
+    with running_cell(tmp_path / "state", config="[gateway]\nconnections_max = 2\n") as cell:
+        first, second = Wire(cell.api), Wire(cell.api)
+        for wire in (first, second):
+            wire.ask("GET", "/healthz")
+            assert wire.reply().status == 200
+        with Wire(cell.api) as third:
+            assert third.is_closed()
+        assert demo_account(cell).admin.done("GET", "/tenants")
+        first.close()
+        wait_until(lambda: not is_turned_away(cell.api))
+        second.close()
+
+
+def is_turned_away(url: str) -> bool:
+    try:
+        return exchange(url, "GET", "/healthz").status != 200
+    except (ConnectionError, EOFError, AssertionError):
+        return True
+
+
+def test_an_administrators_headers_are_bounded(fast_cell: RunningCell) -> None:
+    """Protects the process from its management side: many headers are refused as they arrive, late ones after a time."""
+    with Wire(fast_cell.ready["admin"]) as wire:
+        wire.send(b"GET /admin/v1/tenants HTTP/1.1\r\nhost: x\r\n" + b"x: %b\r\n" % (b"x" * 1_000) * 100)
+        reply = wire.reply()
+        assert (reply.status, reply.json["code"]) == (413, "request_too_large") and reply.headers["x-request-id"]
+    with Wire(fast_cell.ready["admin"]) as wire:
+        wire.send(b"GET /admin/v1/tenants HTTP/1.1\r\nhost: ")
+        reply = wire.reply()
+        assert (reply.status, reply.json["code"]) == (400, "invalid_request")
+
+
 # ── refusals to start ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -134,6 +208,7 @@ def test_a_second_process_on_the_same_state_is_refused(fast_cell: RunningCell) -
     [
         ("[gateway]\nbody_wait = 5\n", "'gateway.body_wait' is unknown"),
         ("[gateway]\nbody_wait_ms = 0\n", "'gateway.body_wait_ms' is 0; accepted: a whole number from 1 to"),
+        ("[engine]\nexternal = true\n", "'engine.external' is set, but no --engine is a URL"),
     ],
 )
 def test_a_wrong_configuration_is_refused_by_name(tmp_path: Path, config: str, said: str) -> None:
@@ -148,6 +223,7 @@ def test_a_wrong_configuration_is_refused_by_name(tmp_path: Path, config: str, s
     ("arguments", "said"),
     [
         (("--engine", "simulated", "--engine", NO_ENGINE), "--engine takes"),
+        (("--engine", "http://me:secret@127.0.0.1:9"), "a key belongs in the file of engine.api_key_file"),
         (("--engine", "simulated", "--listen", "nowhere"), "--listen takes HOST:PORT"),
     ],
 )
@@ -168,7 +244,7 @@ def test_an_engine_that_is_down_is_named(tmp_path: Path) -> None:
     config = tmp_path / "weir.toml"
     config.write_text("[engine]\nstart_ms = 600\n")
     said = refused_start(tmp_path / "state", "--engine", NO_ENGINE, "--config", str(config))
-    assert f"The engine at {NO_ENGINE} did not answer within 600 ms" in said
+    assert f"The engine at {NO_ENGINE} did not answer within 600 ms: The replica cannot be reached." in said
 
 
 def test_a_start_can_be_interrupted(tmp_path: Path) -> None:
@@ -225,7 +301,7 @@ def test_a_drain_lets_running_streams_finish_and_refuses_new_work(tmp_path: Path
         stream.read(3)
         cell.process.send_signal(signal.SIGTERM)
         wait_until(lambda: exchange(cell.api, "GET", "/readyz").status == 503)
-        assert exchange(cell.api, "GET", "/readyz").json == {"status": "draining"}
+        assert exchange(cell.api, "GET", "/readyz").json == {"status": "not_ready"}
         assert exchange(cell.api, "GET", "/healthz").status == 200
         refused = account.generate()
         assert refused.status == 503 and refused.json["code"] == "draining" and int(refused.headers["retry-after"]) >= 1

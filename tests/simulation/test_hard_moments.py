@@ -7,6 +7,7 @@ import pytest
 from tests.simulation.stage import LONG_PROMPTS, blocker, end_of, run_script, subject, until_output
 
 from weir import errors
+from weir.app.running_view import gauges_of
 from weir.core.endings import Status
 from weir.core.ledger.records import SettleRecord
 from weir.sim.clients import Habits
@@ -29,6 +30,25 @@ def test_a_slow_write_books_no_more_than_two_steps_ahead() -> None:
 
     end = end_of(run_script(script, FAST_SMALL_STEPS))
     assert isinstance(end, SettleRecord) and end.output_tokens > 0
+
+
+def test_a_request_is_in_flight_until_its_end_is_durable() -> None:
+    """Protects what operators watch: a whole answer that waits for its settlement has no hold any more and is in flight."""
+    seen: list[tuple[float, float]] = []
+
+    async def script(world: World) -> None:
+        cell = world.cell
+        world.send(subject(stream=False, max_output_tokens=30))
+        await world.until(lambda: cell.book.open_holds == 1)
+        world.weather.extra_ms = 700
+        await world.until(lambda: not cell.book.open_holds)
+        gauges = gauges_of(cell.coordinator, cell.executions, cell.book, cell.fleet, lambda: cell.journal.backlog)
+        read = {name: value for name, _, _, value in gauges}
+        seen.append((read["weir_requests_in_flight"], read["weir_open_holds"]))
+        world.weather.clear()
+
+    assert end_of(run_script(script)).status is Status.COMPLETED
+    assert seen == [(1, 0)]
 
 
 def test_slow_headers_book_no_more_than_two_steps_ahead() -> None:

@@ -20,7 +20,9 @@ import pytest
 import uvicorn
 
 from weir.api.admin import AdminParts, create_admin_app
+from weir.app.cell import Ready
 from weir.cli.tables import digits_of, dollars, thousands
+from weir.cli.up import show_ready
 from weir.control.bootstrap import DEMO_PRICE, bootstrap, draft_keys, shown_secrets
 from weir.control.cell_view import PoolReport, ReplicaReport
 from weir.control.commands import Commands
@@ -329,6 +331,49 @@ async def test_address_and_key_come_from_options_or_environment_but_are_never_mi
     assert mixed.status == 1 and "--admin-key" in mixed.err
     wrong = await terminal.run("tenant", "list", "--admin-key", "weir-wrong")
     assert wrong.status == 1 and "unauthenticated" in wrong.err and "weir-wrong" not in wrong.err
+
+
+@pytest.mark.parametrize(
+    "address", ["http://a:b", "http://[", "ftp://x", "x", "weir-secret", "http://me:weir-secret@127.0.0.1:1"]
+)
+async def test_an_address_that_is_none_is_one_line_without_it(terminal: Terminal, address: str) -> None:
+    """Protects secrets that land in the wrong option: a wrong address is named by its form, never repeated."""
+    for words in (("tenant", "list", "--admin", address, "--admin-key", "weir-secret"), ("generate", "x")):
+        result = await terminal.run(*words, WEIR_API_URL=address, WEIR_API_KEY="weir-secret")
+        assert (result.status, result.out) == (1, "")
+        assert result.err == "error: The address is not one: it is of the form http://HOST:PORT.\n"
+
+
+@pytest.mark.parametrize("key", ["weir-secret\nx", "weir-sécret", "weir secret", " \n"])
+async def test_a_key_that_is_none_is_one_line_without_it(terminal: Terminal, key: str) -> None:
+    """Protects keys from showing in a traceback: what cannot stand in a header is refused before anything is sent."""
+    for words in (("tenant", "list", "--admin", terminal.url, "--admin-key", key), ("generate", "x")):
+        result = await terminal.run(*words, WEIR_API_URL=terminal.url, WEIR_API_KEY=key)
+        assert (result.status, result.out) == (1, "")
+        assert result.err == "error: The key is not one: a key is a word of printable ASCII characters.\n"
+
+
+async def test_a_key_from_a_file_may_end_its_line(terminal: Terminal) -> None:
+    """Protects keys that were read from a file with a line end."""
+    words = ("tenant", "list", "--admin", terminal.url)
+    assert (await terminal.run(*words, WEIR_ADMIN_KEY=terminal.drafted["admin"] + "\n")).status == 0
+
+
+# ── up ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("keys", "shown"), [((None, "live"), "live"), (("first", "live"), "first"), ((None, None), None)])
+def test_the_example_of_a_start_uses_a_key_that_lives(
+    keys: tuple[str | None, str | None], shown: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Protects the first step of whoever copies it: a revoked key is in no example, and without a key there is none."""
+    applications: list[Any] = [{"name": name, "key": key} for name, key in zip("ab", keys, strict=True)]
+    secrets: Any = {"admin_key": None, "tenants": [{"name": "acme", "applications": applications}]}
+    show_ready(Ready("http://a", "http://b", "http://c", secrets, []))
+    out = capsys.readouterr().out
+    assert ("curl" in out) == (shown is not None)
+    assert shown is None or f"Bearer {shown}" in out
+    assert "Bearer None" not in out and "Ctrl-C drains and stops." in out
 
 
 # ── generate ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -42,13 +42,13 @@ def test_a_replica_is_ready_once_it_answered(fleet: Fleet) -> None:
 
 def test_a_doubted_replica_takes_no_work_until_it_answers(fleet: Fleet) -> None:
     """Protects requests from a replica that failed one: suspect, announced once, back with the next answer."""
-    doubts: list[str] = []
-    fleet.on_doubt = doubts.append
+    changes: list[int] = []
+    fleet.on_change = lambda: changes.append(len(fleet.ready_addresses()))
     fleet.answered(_address("a"))
     fleet.doubted("pool", "a")
     fleet.doubted("pool", "a")
     fleet.doubted("pool", "b")
-    assert doubts == ["a"] and not fleet.ready_addresses()
+    assert changes == [1, 0] and not fleet.ready_addresses()
     assert _states(fleet) == {"a": ReplicaState.SUSPECT, "b": ReplicaState.STARTING}
     fleet.answered(_address("a"))
     assert len(fleet.ready_addresses()) == 1
@@ -60,7 +60,9 @@ def test_a_condemned_replica_is_reported(fleet: Fleet) -> None:
     fleet.on_condemned = condemned.append
     fleet.answered(_address("a"))
     fleet.condemn("pool", "a")
-    assert condemned == ["a"] and _states(fleet)["a"] is ReplicaState.SUSPECT
+    assert condemned == ["a"] and _states(fleet)["a"] is ReplicaState.DRAINING
+    fleet.answered(_address("a"))  # a probe that was under way: it takes no work again
+    assert _states(fleet)["a"] is ReplicaState.DRAINING
 
 
 def test_a_gone_replica_takes_its_lanes_along(fleet: Fleet) -> None:

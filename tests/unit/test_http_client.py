@@ -1,243 +1,13 @@
-"""The engine client: which connection carries a request, what is tried again, and that nothing outlives a close."""
+"""The engine client: what an answer means, backpressure, bounds, and that nothing outlives a close."""
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
-import uvloop
+from tests.unit.http_peer import LONG_MS, OK, Peer, Receiver, Run, get, http_client, peer_server
 
-from weir.engines.http_client import HEAD_BYTES_MAX, HttpClient
-from weir.engines.http_exchange import HttpRequest
+from weir.engines.http_client import HEAD_BYTES_MAX
 from weir.errors import EngineError, EngineFault, ReplicaLost, Stalled
-
-BOUND_S = 10
-LONG_MS = 10_000
-OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
-
-Serve = Callable[["Peer"], Awaitable[None]]
-
-
-class Peer:
-    """A server's side of one connection. number: 1 for the first connection of the server."""
-
-    def __init__(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.number = number
-        self._reader, self._writer = reader, writer
-
-    async def request(self) -> bytes:
-        """The next request's head and body, b"" when the client is gone."""
-        try:
-            head = await self._reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-            return head + await self._reader.readexactly(length)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return b""
-
-    def send(self, data: bytes) -> None:
-        self._writer.write(data)
-
-    def cut(self) -> None:
-        self._writer.transport.abort()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-@asynccontextmanager
-async def _server(serve: Serve) -> AsyncIterator[str]:
-    """A server on loopback whose every connection is served by `serve`; its URL."""
-    writers: list[asyncio.StreamWriter] = []
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
-        writers.append(writer)
-        await serve(Peer(len(writers), reader, writer))
-
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
-        for writer in writers:
-            writer.transport.abort()
-        await asyncio.gather(*tasks)
-
-
-class Receiver:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.bodies: list[bytes] = []
-        self.fault: EngineFault | None = None
-        self.complete = False
-        self.got_body, self.ended = asyncio.Event(), asyncio.Event()
-
-    def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
-        self.status = status
-
-    def on_body(self, data: bytes) -> None:
-        self.bodies.append(data)
-        self.got_body.set()
-
-    def on_complete(self) -> None:
-        self.complete = True
-        self.ended.set()
-
-    def on_lost(self, fault: EngineFault) -> None:
-        self.fault = fault
-        self.ended.set()
-
-
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]], None]:
-    """Runs a coroutine on one of both loops, within a bound."""
-
-    def run_bounded(main: Coroutine[Any, Any, None]) -> None:
-        with asyncio.Runner(loop_factory=request.param) as runner:
-            runner.run(asyncio.wait_for(main, BOUND_S))
-
-    return run_bounded
-
-
-Run = Callable[[Coroutine[Any, Any, None]], None]
-
-
-@asynccontextmanager
-async def _client(**options: Any) -> AsyncIterator[HttpClient]:
-    client = HttpClient(**options)
-    try:
-        yield client
-    finally:
-        await client.aclose()
-        assert not client.connections
-
-
-def _get(url: str, path: str = "/x", **fields: Any) -> HttpRequest:
-    return HttpRequest("GET", url, path, **fields)
-
-
-def test_a_connection_is_used_again(run: Run) -> None:
-    """Requests one after another share a connection, and say exactly what we decided to say."""
-    seen: list[tuple[int, bytes]] = []
-
-    async def serve(peer: Peer) -> None:
-        while request := await peer.request():
-            seen.append((peer.number, request))
-            peer.send(OK)
-
-    async def main() -> None:
-        async with _server(serve) as url, _client() as client:
-            for _ in range(2):
-                answer = await client.request(_get(url, body=b"{}", api_key="k"), timeout_ms=LONG_MS)
-                assert (answer.status, answer.headers, answer.body) == (200, {b"content-length": b"2"}, b"ok")
-            host = url.removeprefix("http://")
-        expected = (
-            f"GET /x HTTP/1.1\r\nHost: {host}\r\nAccept: */*\r\nAuthorization: Bearer k\r\n"
-            "Content-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
-        ).encode()
-        assert seen == [(1, expected), (1, expected)]
-
-    run(main())
-
-
-@pytest.mark.parametrize("how", ["cut", "close"])
-def test_a_kept_connection_that_died_is_replaced_once(run: Run, how: str) -> None:
-    """A kept connection that closes before any byte of the response costs one retry, on a fresh connection."""
-    served: list[int] = []
-
-    async def serve(peer: Peer) -> None:
-        while await peer.request():
-            served.append(peer.number)
-            if peer.number == 1 and served.count(1) == 2:
-                getattr(peer, how)()
-                return
-            peer.send(OK)
-
-    async def main() -> None:
-        async with _server(serve) as url, _client() as client:
-            for _ in range(2):
-                assert (await client.request(_get(url), timeout_ms=LONG_MS)).body == b"ok"
-            assert served == [1, 1, 2]
-
-    run(main())
-
-
-def test_nothing_is_tried_again_on_a_fresh_connection(run: Run) -> None:
-    """A fresh connection that closes without an answer is a lost replica, at the first attempt and at the retry."""
-    served: list[int] = []
-
-    async def serve(peer: Peer) -> None:
-        while await peer.request():
-            served.append(peer.number)
-            if len(served) == 2:
-                peer.send(OK)
-                continue
-            peer.cut()
-            return
-
-    async def main() -> None:
-        async with _server(serve) as url, _client() as client:
-            with pytest.raises(ReplicaLost):
-                await client.request(_get(url), timeout_ms=LONG_MS)
-            assert served == [1]
-            await client.request(_get(url), timeout_ms=LONG_MS)
-            with pytest.raises(ReplicaLost):
-                await client.request(_get(url), timeout_ms=LONG_MS)
-            assert served == [1, 2, 2, 3]
-
-    run(main())
-
-
-def test_nothing_is_tried_again_after_a_byte(run: Run) -> None:
-    """A kept connection that closes within the response's head is a lost replica."""
-    served: list[int] = []
-
-    async def serve(peer: Peer) -> None:
-        while await peer.request():
-            served.append(peer.number)
-            peer.send(OK if len(served) == 1 else b"HTTP/1.1 2")
-            if len(served) == 2:
-                peer.close()
-
-    async def main() -> None:
-        async with _server(serve) as url, _client() as client:
-            await client.request(_get(url), timeout_ms=LONG_MS)
-            with pytest.raises(ReplicaLost):
-                await client.request(_get(url), timeout_ms=LONG_MS)
-            assert served == [1, 1]
-
-    run(main())
-
-
-def test_kept_connections_are_bounded(run: Run) -> None:
-    """Of many connections only so many are kept, and the others are closed."""
-    gone: list[int] = []
-    together = asyncio.Barrier(3)
-    two_gone = asyncio.Event()
-
-    async def serve(peer: Peer) -> None:
-        await peer.request()
-        await together.wait()
-        peer.send(OK)
-        assert await peer.request() == b""
-        gone.append(peer.number)
-        if len(gone) == 2:
-            two_gone.set()
-
-    async def main() -> None:
-        async with _server(serve) as url, _client(idle_per_origin_max=1) as client:
-            await asyncio.gather(*(client.request(_get(url), timeout_ms=LONG_MS) for _ in range(3)))
-            await two_gone.wait()
-            assert len(client.connections) == 1
-
-    run(main())
 
 
 @pytest.mark.parametrize(
@@ -261,9 +31,9 @@ def test_bodies(run: Run, raw: bytes, body: bytes) -> None:
         peer.close()
 
     async def main() -> None:
-        async with _server(serve) as url, _client() as client:
+        async with peer_server(serve) as url, http_client() as client:
             for _ in range(2):
-                assert (await client.request(_get(url), timeout_ms=LONG_MS)).body == body
+                assert (await client.request(get(url), timeout_ms=LONG_MS)).body == body
 
     run(main())
 
@@ -289,9 +59,9 @@ def test_broken_answers(run: Run, raw: bytes, fault: type[EngineFault]) -> None:
         peer.close()
 
     async def main() -> None:
-        async with _server(serve) as url, _client() as client:
+        async with peer_server(serve) as url, http_client() as client:
             with pytest.raises(fault):
-                await client.request(_get(url), timeout_ms=LONG_MS)
+                await client.request(get(url), timeout_ms=LONG_MS)
 
     run(main())
 
@@ -304,9 +74,9 @@ def test_one_call_per_read(run: Run) -> None:
         peer.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 50 + b"0\r\n\r\n")
 
     async def main() -> None:
-        async with _server(serve) as url, _client() as client:
+        async with peer_server(serve) as url, http_client() as client:
             receiver = Receiver()
-            client.open(_get(url), receiver)
+            client.open(get(url), receiver)
             await receiver.ended.wait()
             assert receiver.complete and receiver.bodies == [b"a" * 50]
 
@@ -323,25 +93,25 @@ def test_pause_and_resume(run: Run) -> None:
             peer.send(OK if small else b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size)
 
     async def main() -> None:
-        async with _server(serve) as url, _client() as client:
+        async with peer_server(serve) as url, http_client() as client:
             receiver = Receiver()
-            exchange = client.open(_get(url), receiver)
+            exchange = client.open(get(url), receiver)
             exchange.pause()
             exchange.pause()
-            await client.request(_get(url, "/small"), timeout_ms=LONG_MS)
+            await client.request(get(url, "/small"), timeout_ms=LONG_MS)
             assert not receiver.bodies
             exchange.resume()
             await receiver.got_body.wait()
             exchange.pause()
             so_far = len(receiver.bodies)
-            await client.request(_get(url, "/small"), timeout_ms=LONG_MS)
+            await client.request(get(url, "/small"), timeout_ms=LONG_MS)
             assert len(receiver.bodies) == so_far
             exchange.resume()
             exchange.resume()
             await receiver.ended.wait()
             assert sum(map(len, receiver.bodies)) == size
             for _ in range(3):
-                assert (await client.request(_get(url, "/small"), timeout_ms=LONG_MS)).body == b"ok"
+                assert (await client.request(get(url, "/small"), timeout_ms=LONG_MS)).body == b"ok"
 
     run(main())
 
@@ -361,9 +131,9 @@ def test_close_cuts_at_once(run: Run, when: str) -> None:
         seen_gone.set()
 
     async def main() -> None:
-        async with _server(serve) as url, _client() as client:
+        async with peer_server(serve) as url, http_client() as client:
             receiver = Receiver()
-            exchange = client.open(_get(url), receiver)
+            exchange = client.open(get(url), receiver)
             if when != "connecting":
                 await (receiver.got_body if when == "reading" else arrived).wait()
             exchange.close()
@@ -381,9 +151,9 @@ def test_refused(run: Run) -> None:
     """Nobody listening is a lost replica, told later and not from within the call."""
 
     async def main() -> None:
-        async with _client() as client:
+        async with http_client() as client:
             receiver = Receiver()
-            exchange = client.open(_get(f"http://127.0.0.1:{_closed_port()}"), receiver)
+            exchange = client.open(get(f"http://127.0.0.1:{_closed_port()}"), receiver)
             assert not receiver.ended.is_set()
             await receiver.ended.wait()
             assert isinstance(receiver.fault, ReplicaLost)
@@ -399,9 +169,9 @@ def test_what_cannot_be_sent(run: Run, url: str, api_key: str | None) -> None:
     """A bad address or key is told as a fault, later."""
 
     async def main() -> None:
-        async with _client() as client:
+        async with http_client() as client:
             receiver = Receiver()
-            exchange = client.open(_get(url, api_key=api_key), receiver)
+            exchange = client.open(get(url, api_key=api_key), receiver)
             exchange.pause()
             exchange.resume()
             assert not receiver.ended.is_set()
@@ -415,9 +185,9 @@ def test_connecting_is_bounded(run: Run) -> None:
     """A host that never answers a connection attempt is lost after the bound."""
 
     async def main() -> None:
-        async with _client(connect_ms=100) as client:
+        async with http_client(connect_ms=100) as client:
             with _full_listener() as address, pytest.raises(ReplicaLost):
-                await client.request(_get(f"http://127.0.0.1:{address}"), timeout_ms=LONG_MS)
+                await client.request(get(f"http://127.0.0.1:{address}"), timeout_ms=LONG_MS)
 
     run(main())
 
@@ -432,9 +202,9 @@ def test_a_control_call_is_bounded(run: Run) -> None:
         seen_gone.set()
 
     async def main() -> None:
-        async with _server(serve) as url, _client() as client:
+        async with peer_server(serve) as url, http_client() as client:
             with pytest.raises(Stalled):
-                await client.request(_get(url), timeout_ms=100)
+                await client.request(get(url), timeout_ms=100)
             await seen_gone.wait()
 
     run(main())
@@ -450,13 +220,13 @@ def test_the_end_of_the_client(run: Run) -> None:
         await peer.request()
 
     async def main() -> None:
-        async with _server(serve) as url, _client() as client:
+        async with peer_server(serve) as url, http_client() as client:
             running, connecting, late = Receiver(), Receiver(), Receiver()
-            client.open(_get(url), running)
+            client.open(get(url), running)
             await arrived.wait()
-            client.open(_get(url), connecting)
+            client.open(get(url), connecting)
             await client.aclose()
-            client.open(_get(url), late)
+            client.open(get(url), late)
             await late.ended.wait()
             assert isinstance(running.fault, ReplicaLost) and isinstance(connecting.fault, ReplicaLost)
             assert isinstance(late.fault, EngineError)
@@ -493,8 +263,8 @@ def test_tls_that_cannot_be_trusted(run: Run) -> None:
         peer.close()
 
     async def main() -> None:
-        async with _server(serve) as url, _client() as client:
+        async with peer_server(serve) as url, http_client() as client:
             with pytest.raises(ReplicaLost):
-                await client.request(_get(url.replace("http:", "https:")), timeout_ms=LONG_MS)
+                await client.request(get(url.replace("http:", "https:")), timeout_ms=LONG_MS)
 
     run(main())

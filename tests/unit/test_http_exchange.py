@@ -27,3 +27,14 @@ def test_what_is_no_url(url: str) -> None:
     """What cannot be called is refused by name."""
     with pytest.raises(EngineError):
         parse_origin(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://me:zebra@engine", "http://zebra@engine", "http://e/v1?k=zebra", "http://e/?", "http://e#zebra", "http://e/a b"],
+)
+def test_what_is_more_than_a_base_url(url: str) -> None:
+    """What would be dropped or break a request line is refused, and not repeated: it may be a secret."""
+    with pytest.raises(EngineError, match="a host, a port and a path") as refused:
+        parse_origin(url)
+    assert "zebra" not in refused.value.detail

@@ -53,15 +53,17 @@ def _process_gone(pid: int) -> bool:
 @pytest.mark.parametrize("kind", ["simulated", pytest.param("llamacpp", marks=pytest.mark.model)])
 async def test_a_replica_starts_and_stops(kind: str) -> None:
     """A launched replica answers those who have its key, has a session and an environment of its own, and stops when told."""
+    before = _children()
     process = await _launch(SIMULATED if kind == "simulated" else _llamacpp())
+    [pid] = _children() - before
     client = HttpClient()
     for api_key, status in ((process.api_key, 200), ("wrong", 401)):
         request = HttpRequest("POST", process.url, "/v1/completions", b'{"prompt":"a","max_tokens":1}', api_key)
         assert (await client.request(request, timeout_ms=WAIT_S * 1_000)).status == status
     await client.aclose()
-    assert os.getsid(process.pid) == process.pid
-    assert b"GOMP_SPINCOUNT=2000" in _of(process.pid, "environ") and b"PYTEST_CURRENT_TEST" not in _of(process.pid, "environ")
-    assert (process.api_key or "").encode() not in _of(process.pid, "cmdline")
+    assert os.getsid(pid) == pid
+    assert b"GOMP_SPINCOUNT=2000" in _of(pid, "environ") and b"PYTEST_CURRENT_TEST" not in _of(pid, "environ")
+    assert (process.api_key or "").encode() not in _of(pid, "cmdline")
     await asyncio.gather(process.stop(10_000), process.stop(10_000))
     assert await process.wait() in (0, -signal.SIGTERM, -signal.SIGIO)
     await process.stop(0)
@@ -69,16 +71,20 @@ async def test_a_replica_starts_and_stops(kind: str) -> None:
 
 async def test_an_exit_is_seen() -> None:
     """Whoever waits for a replica learns that it was killed."""
+    before = _children()
     process = await _launch()
+    [pid] = _children() - before
     waiting = asyncio.gather(process.wait(), process.wait())
-    os.kill(process.pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     assert list(await waiting) == [-signal.SIGKILL, -signal.SIGKILL]
 
 
 async def test_what_does_not_heed_is_killed() -> None:
     """A replica that ignores its input's end and SIGTERM is killed after the grace."""
+    before = _children()
     process = await _launch()
-    os.kill(process.pid, signal.SIGSTOP)
+    [pid] = _children() - before
+    os.kill(pid, signal.SIGSTOP)
     await process.stop(50)
     assert await process.wait() == -signal.SIGKILL
 
@@ -143,11 +149,13 @@ async def main(kind, artifact, phase):
     revision = Revision("v", EngineKind(kind), artifact, 512, 128, 64, Price(1, 1, 1, 1))
     launch = LocalLauncher(threads=2).launch(revision, Pool("p", "v", 1, 2))
     launching = asyncio.get_running_loop().create_task(launch)
+    if phase == "listening":
+        process = await launching
     children = ""
-    while phase == "starting" and not children:
+    while not children:
         children = pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text()
         await asyncio.sleep(0)
-    print(children or (await launching).pid, flush=True)
+    print(children, flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main(*sys.argv[1:]))

@@ -111,9 +111,13 @@ def test_external_revisions_serve_tenants_that_allow_it() -> None:
     assert [alias.name for alias in snapshot.aliases_for(CALLER)] == ["assistant", "hosted"]
 
 
-def test_the_pool_of_a_revision() -> None:
-    """Protects placement: a revision is served by the pool that names it."""
-    assert SNAPSHOT.pool_of("local@1").name == "two"
+def test_only_what_a_kept_pool_serves_is_offered() -> None:
+    """Protects callers from aliases of an earlier start: unknown, not unavailable; what was approved stays on record."""
+    snapshot = replace(with_tenant(external_allowed=True), version=9).serving({"two", "unheard of"})
+    assert [alias.name for alias in snapshot.aliases_for(CALLER)] == ["assistant"] and list(snapshot.pools) == ["two"]
+    with pytest.raises(errors.UnknownAlias):
+        snapshot.resolve(CALLER, "hosted")
+    assert snapshot.version == 9 and snapshot.revisions == SNAPSHOT.revisions and snapshot.keys == SNAPSHOT.keys
 
 
 def test_a_snapshot_cannot_be_changed() -> None:

@@ -45,11 +45,11 @@ def mode_of(path: Path) -> int:
 
 
 def test_a_new_directory_is_private(state: StateDirectory) -> None:
-    """Protects: nobody else reads the state: 0700 for directories, 0600 for what lies in them."""
-    state.secret(state_directory.LINK_TOKEN_SECRET, SeededEntropy())
+    """Protects: nobody else reads the state: 0700 for the directory, 0600 for what lies in it, and nothing but files does."""
+    state.secret(state_directory.BODY_DIGEST_SECRET, SeededEntropy())
     open_sqlite(state.database)
-    assert mode_of(state.path) == mode_of(state.logs) == 0o700
-    assert {mode_of(path) for path in state.path.iterdir() if path.is_file()} == {0o600}
+    assert mode_of(state.path) == 0o700
+    assert {mode_of(path) for path in state.path.iterdir()} == {0o600}
 
 
 def test_a_second_owner_is_refused_by_name(state: StateDirectory) -> None:
@@ -77,9 +77,9 @@ def test_children_inherit_no_lock(state: StateDirectory) -> None:
 def test_secrets_and_bootstrap_keys_survive_a_restart(state: StateDirectory) -> None:
     """Protects: a second start has the same secrets and shows the same keys; secrets differ from each other."""
     entropy = SeededEntropy()
-    names = (state_directory.BODY_DIGEST_SECRET, state_directory.CACHE_SALT_SECRET, state_directory.LINK_TOKEN_SECRET)
+    names = (state_directory.BODY_DIGEST_SECRET, state_directory.CACHE_SALT_SECRET)
     made = [state.secret(name, entropy) for name in names]
-    assert len(set(made)) == 3
+    assert len(set(made)) == 2
     assert {len(secret) for secret in made} == {32}
     state.keep_bootstrap_keys({"0a": "weir-0a", "0b": "weir-0b"})
     state.keep_bootstrap_keys({"0a": "weir-0a"})
@@ -93,7 +93,7 @@ def test_secrets_and_bootstrap_keys_survive_a_restart(state: StateDirectory) -> 
 def test_a_damaged_secrets_file_is_refused_without_showing_it(state: StateDirectory) -> None:
     """Protects: damage is reported, never repaired by new secrets, and no secret reaches an error."""
     state.close()
-    write_private_file(state.path / "secrets.json", b'{"secrets": {"link_token": "hunter2')
+    write_private_file(state.path / "secrets.json", b'{"secrets": {"body_digest": "hunter2')
     with pytest.raises(errors.StateUnreadable, match="damaged") as refused:
         StateDirectory(state.path)
     assert "hunter2" not in str(refused.value)

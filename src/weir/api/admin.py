@@ -15,7 +15,7 @@ from starlette.types import Scope as AsgiScope
 
 import weir
 from weir import errors
-from weir.api.admin_auth import Operator, Owner, Viewer
+from weir.api.admin_auth import BEARER, AuthenticatedRoute, Operator, Owner, Viewer
 from weir.api.admin_bodies import (
     ApplicationPatch,
     AuditQuery,
@@ -91,7 +91,7 @@ PENDING: dict[int | str, dict[str, Any]] = {
     202: {"description": "Stored; `pending` names the parts that have yet to acknowledge it"}
 }
 Parts = Annotated[AdminParts, Depends(_parts)]
-router = APIRouter(prefix="/admin/v1")
+router = APIRouter(prefix="/admin/v1", route_class=AuthenticatedRoute, dependencies=[Depends(BEARER)])
 
 
 class AdminApp(FastAPI):

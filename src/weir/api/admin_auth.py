@@ -4,12 +4,13 @@ A viewer reads; an operator also changes tenants, applications, keys and limits;
 audit trail comes from the key and is never accepted from a request.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import Depends, Request
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi import Depends, Request, Response
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
 
 from weir import errors
 from weir.control.commands import Commands
@@ -17,7 +18,7 @@ from weir.core.tenancy import Role, digest_of_key
 from weir.ports import Catalog
 
 _RANK = {role: rank for rank, role in enumerate(Role)}
-_BEARER = HTTPBearer(auto_error=False, description="An admin key")
+BEARER = HTTPBearer(auto_error=False, description="An admin key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +33,42 @@ class Caller:
 async def authenticate(commands: Commands, presented: str | None) -> Caller:
     """The administrator behind a key. Raises Unauthenticated, Revoked, LedgerUnavailable."""
     digest = digest_of_key(presented) if presented else None
+    if digest is None:  # no store is asked for what cannot be a key
+        raise _unknown_key()
     catalog = await commands.catalog()
     key = next((known for known in catalog.admin_keys if known.secret_sha256 == digest), None)
     if key is None:
-        raise errors.Unauthenticated("The admin key is missing or unknown.")
+        raise _unknown_key()
     if key.revoked:
         raise errors.Revoked("This admin key was revoked.")
     return Caller(key.actor, key.role, catalog)
 
 
-def at_least(role: Role) -> Callable[..., Awaitable[Caller]]:
-    """A dependency that answers the caller. Raises Forbidden for a weaker role, and what `authenticate` raises."""
+def _unknown_key() -> errors.Unauthenticated:
+    return errors.Unauthenticated("The admin key is missing or unknown.")
 
-    async def allowed(
-        request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]
-    ) -> Caller:
-        commands: Commands = request.app.state.parts.commands
-        caller = await authenticate(commands, credentials.credentials if credentials else None)
+
+class AuthenticatedRoute(APIRoute):
+    """A route that knows its caller before it reads a body."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The framework's way to serve one request, behind authentication. It raises what `authenticate` raises."""
+        serve = super().get_route_handler()
+
+        async def serve_known(request: Request) -> Response:
+            credentials = await BEARER(request)
+            commands: Commands = request.app.state.parts.commands
+            request.state.caller = await authenticate(commands, credentials.credentials if credentials else None)
+            return await serve(request)
+
+        return serve_known
+
+
+def at_least(role: Role) -> Callable[..., Awaitable[Caller]]:
+    """A dependency of an AuthenticatedRoute that answers the caller. Raises Forbidden for a weaker role."""
+
+    async def allowed(request: Request) -> Caller:
+        caller: Caller = request.state.caller
         if _RANK[caller.role] < _RANK[role]:
             raise errors.Forbidden(f"This needs the role {role.value}; the key has {caller.role.value}.")
         return caller

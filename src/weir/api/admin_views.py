@@ -10,6 +10,7 @@ import msgspec
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
+from weir.api.generations import generation_body
 from weir.api.wire import rfc3339
 from weir.core.tenancy import ENFORCED_LIMITS, Application, Limits, Role, Scope, ServiceClass
 from weir.messages import GenerationRecord
@@ -245,7 +246,7 @@ class AuditList(View):
 
 
 class GenerationView(View):
-    """An execution as the ledger has it; never its text."""
+    """The tenant's own view of an execution, and its number; never its text. usage and timing are there once it ended."""
 
     id: str
     request_id: str
@@ -254,39 +255,14 @@ class GenerationView(View):
     model_revision: str
     status: str
     finish_reason: str | None
-    usage: dict[str, Any]
-    timing: dict[str, float | None]
+    usage: dict[str, Any] | None = None
+    timing: dict[str, float | None] | None = None
     error: dict[str, str] | None = None
 
 
 def generation_view(record: GenerationRecord) -> GenerationView:
     """A record in the words of the native answer."""
-    timing = record.timing
-    failure = {"code": record.error_code, "detail": record.error_detail or ""} if record.error_code else None
-    return GenerationView(
-        id=record.generation_id,
-        request_id=record.request_id,
-        execution=record.execution,
-        model_alias=record.alias,
-        model_revision=record.revision,
-        status=record.status,
-        finish_reason=record.finish_reason,
-        usage={
-            "input_tokens": record.input_tokens,
-            "cached_input_tokens": record.cached_input_tokens,
-            "output_tokens": record.output_tokens,
-            "cost_microusd": record.cost_microusd,
-            "basis": record.basis,
-            "settlement": "posted" if record.posted else "pending",
-        },
-        timing={
-            "queue_ms": timing.queue_ms,
-            "ttft_ms": timing.ttft_ms,
-            "tpot_ms": timing.tpot_ms,
-            "total_ms": timing.total_ms,
-        },
-        error=failure,
-    )
+    return GenerationView.model_validate({**generation_body(record), "execution": record.execution})
 
 
 def audit_view(entry: AuditEntry) -> AuditEntryView:

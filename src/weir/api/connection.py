@@ -46,22 +46,27 @@ class Connection(HttpToolsProtocol):
         self.is_lost = False
         self._cycles: list[RequestResponseCycle] = []
         self._header_bytes = 0
+        self._raw_header_bytes = 0
         self._headers_too_long = False
+        self._headers_complete = False
         self._header_timer: asyncio.TimerHandle | None = None
 
     # ── the connection's life ────────────────────────────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client connected: bound its write buffer, and the time until its first request."""
+        """A client connected: bound its write buffer, and the time until its first request. One too many is closed at once."""
         super().connection_made(transport)
+        if len(self.connections) > self.limits.connections_max:
+            transport.abort()
+            return
         high = self.limits.stream_buffer_bytes
         transport.set_write_buffer_limits(high=high, low=high // 4)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     @property
     def has_whole_body(self) -> bool:
-        """Whether the running request has arrived completely, so that nobody waits for its body."""
-        return not self.pipeline and not self.cycle.more_body
+        """Whether the running request has arrived completely, as it has once another one is read behind it."""
+        return bool(self.pipeline) or not self.cycle.more_body
 
     def eof_received(self) -> None:
         """A half-closed connection is a lost client; the transport closes itself after this."""
@@ -72,6 +77,11 @@ class Connection(HttpToolsProtocol):
         self._cancel_header_timer()
         self._lose()
         super().connection_lost(exc)
+
+    def abort(self) -> None:
+        """Cut the connection: nobody can read an answer any more."""
+        self._lose()
+        self.transport.abort()
 
     def _lose(self) -> None:
         if not self.is_lost:
@@ -95,16 +105,24 @@ class Connection(HttpToolsProtocol):
             self.watcher.client_writable()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of the client. Between requests they begin one, which then has a bounded time to complete its headers."""
-        if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
-            self._header_timer = self.loop.call_later(self.limits.body_wait_ms / 1e3, self._headers_are_late)
-        self._unset_keepalive_if_required()
+        """Bytes of the client. Its first ones have a bounded time to become a request; later ones may belong to no request."""
+        if not self._cycles:
+            self._await_headers()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
             self._decline_upgrade(data[offer.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("This is not a valid HTTP/1.1 request.")
+        else:
+            self._bound_an_endless_line(len(data))
+
+    def _bound_an_endless_line(self, size: int) -> None:
+        """The parser keeps a header line until it ends, so what arrives before the headers are complete is counted here too."""
+        self._raw_header_bytes = 0 if self._header_timer is None else self._raw_header_bytes + size
+        if self._raw_header_bytes > 2 * _HEADER_BYTES_MAX and not self.transport.is_closing():
+            self._headers_too_long = True
+            self.send_400_response("The headers are too long.")
 
     def _decline_upgrade(self, rest: bytes) -> None:
         """Read a request that offers another protocol as if it did not. rest: what the parser left unread where it stopped."""
@@ -127,10 +145,13 @@ class Connection(HttpToolsProtocol):
     # ── parser callbacks ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """The first byte of a request, which then has a bounded time to complete its headers."""
         super().on_message_begin()
         self.scope["extensions"] = {SCOPE_KEY: {"connection": self}}
         self._header_bytes = 0
+        self._headers_complete = False
+        if all(cycle.response_complete for cycle in self._cycles):  # a late one behind a running answer does not cut that off
+            self._await_headers()
 
     def on_url(self, url: bytes) -> None:
         """A piece of the request target."""
@@ -138,15 +159,18 @@ class Connection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header line."""
+        """One header line. What follows a chunked body is counted and dropped: it must not pass for a header."""
         self._count_header_bytes(len(name) + len(value))
-        super().on_header(name, value)
+        if not self._headers_complete:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """A request may start, or wait behind the running one without hiding a disconnect."""
         if self.parser.should_upgrade():
             return  # it is read again without the offer
+        self._headers_complete = True
         self._cancel_header_timer()
+        self._unset_keepalive_if_required()
         super().on_headers_complete()
         self._cycles = [*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle]
         if len(self.pipeline) > 1:
@@ -179,6 +203,11 @@ class Connection(HttpToolsProtocol):
         if self._header_bytes > _HEADER_BYTES_MAX:
             self._headers_too_long = True
             raise _HeadersTooLong
+
+    def _await_headers(self) -> None:
+        self._unset_keepalive_if_required()
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.limits.body_wait_ms / 1e3, self._headers_are_late)
 
     def _headers_are_late(self) -> None:
         self._header_timer = None

@@ -10,6 +10,7 @@ from typing import Any
 
 from weir import errors
 from weir.api.connection import SCOPE_KEY, Connection
+from weir.api.wire import refuse_field
 from weir.config import GatewayConfig
 from weir.gateway.client import ClientWatcher
 from weir.ports import Clock
@@ -18,15 +19,39 @@ from weir.units import Bytes, Nanos
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 
+_IDENTIFYING = (b"authorization", b"x-api-key", b"idempotency-key")
+_RETRY_AFTER_MS = 1_000
 _DISCARD_BYTES_MAX = 64 * 1024 * 1024
 _DISCARD_S = 10.0
 _FLUSH_POLL_S = 0.05
 
 
-class HttpExchange:
-    """scope, receive and send are the ASGI server's; the connection rides in the scope."""
+class ArrivingBodies:
+    """Bytes of all bodies that are still arriving, under one bound for every connection. size: what is held now."""
 
-    def __init__(self, scope: dict[str, Any], receive: Receive, send: Send, clock: Clock, config: GatewayConfig) -> None:
+    def __init__(self, limit: Bytes) -> None:
+        self._limit = limit
+        self.size: Bytes = 0
+
+    def take(self, size: Bytes) -> None:
+        """Count bytes that must wait for the rest of their body. Raises QueueFull, and counts nothing, beyond the bound."""
+        if self.size + size > self._limit:
+            raise errors.QueueFull("Too many bodies are arriving at once.", retry_after_ms=_RETRY_AFTER_MS)
+        self.size += size
+
+    def give_back(self, size: Bytes) -> None:
+        """Their body is whole, refused or lost."""
+        assert size <= self.size
+        self.size -= size
+
+
+class HttpExchange:
+    """scope, receive and send are the ASGI server's; the connection rides in the scope. bodies: the process has one."""
+
+    def __init__(
+        self, scope: dict[str, Any], receive: Receive, send: Send, clock: Clock, config: GatewayConfig, bodies: ArrivingBodies
+    ) -> None:
+        self._bodies = bodies
         self._receive = receive
         self._send = send
         self._clock = clock
@@ -37,28 +62,38 @@ class HttpExchange:
         self.path: str = scope["path"]
         self._frames_chunks = scope["http_version"] != "1.0"
         self._watcher: ClientWatcher | None = None
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self._header_lines: list[tuple[bytes, bytes]] = scope["headers"]
+        self.headers: dict[bytes, bytes] = dict(self._header_lines)
         self.read_ns: Nanos = clock.monotonic_ns()
         self.written: Bytes = 0
         self.is_started = False
 
     # ── the request ──────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def refuse_repeated_headers(self) -> None:
+        """Raises InvalidRequest for a header that names who asks, or for what, and came twice: two readers could take two."""
+        if len(self.headers) == len(self._header_lines):
+            return
+        names = [name for name, _ in self._header_lines]
+        for name in self.headers:
+            if (name in _IDENTIFYING or name.startswith(b"weir-")) and names.count(name) > 1:
+                refuse_field(name.decode("latin-1"), "one header of this name")
+
     async def body(self) -> bytes:
-        """The whole body. Raises RequestTooLarge, or InvalidRequest when it does not arrive in time or the client left."""
+        """The whole body.
+
+        Raises RequestTooLarge, QueueFull while too many bodies are arriving, and InvalidRequest when it does not arrive in time
+        or the client left.
+        """
         limit = self._config.body_bytes_max
         declared = self.headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > limit:
-            await self._discard_body()
             raise _too_large(limit)
         body = await (self._read_up_to(limit) if self._connection.has_whole_body else self._read_in_time(limit))
-        if body is None:
-            await self._discard_body()
-            raise _too_large(limit)
         self.read_ns = self._clock.monotonic_ns()
         return body
 
-    async def _read_in_time(self, limit: Bytes) -> bytes | None:
+    async def _read_in_time(self, limit: Bytes) -> bytes:
         try:
             async with asyncio.timeout(self._config.body_wait_ms / 1e3):
                 return await self._read_up_to(limit)
@@ -67,27 +102,32 @@ class HttpExchange:
                 f"The body did not arrive within {self._config.body_wait_ms} ms.", members={"field": "body"}
             ) from late
 
-    async def _read_up_to(self, limit: Bytes) -> bytes | None:
+    async def _read_up_to(self, limit: Bytes) -> bytes:
         parts: list[bytes] = []
         size = 0
-        while True:
-            message = await self._receive()
-            if message["type"] != "http.request":
-                raise errors.InvalidRequest("The client left while sending its body.", members={"field": "body"})
-            parts.append(message["body"])
-            size += len(message["body"])
-            if size > limit:
-                return None
-            if not message["more_body"]:
-                return b"".join(parts)
+        try:
+            while size <= limit:
+                message = await self._receive()
+                if message["type"] != "http.request":
+                    raise errors.InvalidRequest("The client left while sending its body.", members={"field": "body"})
+                parts.append(message["body"])
+                if not message["more_body"] and size + len(parts[-1]) <= limit:
+                    return b"".join(parts)
+                self._bodies.take(len(parts[-1]))
+                size += len(parts[-1])
+            raise _too_large(limit)
+        finally:
+            self._bodies.give_back(size)
+            parts.clear()  # the traceback of a refusal would keep them until it is answered
 
-    async def _discard_body(self) -> None:
-        """Read on for a while, so that the refusal reaches a client that sends everything before it reads."""
-        if self.headers.get(b"expect", b"").lower() == b"100-continue":
+    async def discard_body(self) -> None:
+        """Read on for a while, so that a refusal reaches a client that sends everything before it reads."""
+        if self._connection.has_whole_body or self._connection.cycle.waiting_for_100_continue:
             return
         discarded = 0
+        waited_s = (self._clock.monotonic_ns() - self.read_ns) / 1e9
         try:
-            async with asyncio.timeout(_DISCARD_S):
+            async with asyncio.timeout(min(_DISCARD_S, self._config.body_wait_ms / 1e3 - waited_s)):
                 while discarded < _DISCARD_BYTES_MAX:
                     message = await self._receive()
                     if message["type"] != "http.request" or not message["more_body"]:
@@ -116,10 +156,12 @@ class HttpExchange:
         self._watcher = watcher
 
     async def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Status line and headers."""
+        """Status line and headers. Behind a body that was not read whole no next request can be found: the connection ends."""
         self.is_started = True
         if self.is_lost:
             return
+        if not self._connection.has_whole_body:
+            headers = [*headers, (b"connection", b"close")]
         if not self._frames_chunks and all(name != b"content-length" for name, _ in headers):
             self._connection.cycle.chunked_encoding = False  # HTTP/1.0: the end of the connection ends the body
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
@@ -145,8 +187,7 @@ class HttpExchange:
 
     def abort(self) -> None:
         """Cut the connection."""
-        if not self._transport.is_closing() or self.unsent:
-            self._transport.abort()
+        self._connection.abort()
 
 
 def _too_large(limit: Bytes) -> errors.RequestTooLarge:

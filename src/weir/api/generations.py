@@ -4,8 +4,8 @@ Parses a body into an InferenceRequest and shows a generation as the public cont
 `done` with ids 0, 1, 2, … and no gap, or one JSON body with the HTTP status of its ending.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -16,26 +16,24 @@ from weir.api.wire import (
     Rendered,
     checked_text,
     id_headers,
-    json_object,
     limit_headers,
     problem,
     refuse_field,
     retry_headers,
 )
 from weir.core.endings import ending
-from weir.core.request import InferenceRequest, Message, Sampling
+from weir.core.request import DEADLINE_MS_MAX, InferenceRequest, Message, Sampling
 from weir.errors import WeirError
 from weir.gateway.client import Accepted, Client
 from weir.messages import GenerationRecord, StandingView
 from weir.ports import Clock
 
 SURFACE = "generations"
-DEADLINE_MS_MAX = 3_600_000
 OUTPUT_TOKENS_MAX = 2**31 - 1
 REQUEST_ID_CHARS_MAX = 128
 _REQUEST_ID_CHARS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.:-")
 _REQUEST_ID_ACCEPTED = "1 to 128 characters of A-Z a-z 0-9 . _ : -"
-_MESSAGES_MAX = 10_000
+MESSAGES_MAX = 10_000
 ROLES = ("system", "user", "assistant")
 
 FIELDS = (
@@ -65,9 +63,9 @@ STREAM_HEADERS: Headers = [
 # ── in ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def parse_generation(body: bytes) -> InferenceRequest:
+def parse_generation(document: Mapping[str, Any]) -> InferenceRequest:
     """A native body. Raises InvalidRequest or UnsupportedField naming the field."""
-    fields = Fields(json_object(body))
+    fields = Fields(document)
     fields.refuse_unknown(FIELDS)
     if fields.boolean("retain", default=False):
         raise errors.UnsupportedField("This tenant keeps no streams.", members={"field": "retain", "accepted": "false"})
@@ -91,13 +89,17 @@ def _prompt(value: Any) -> str | tuple[Message, ...]:
         if not value:
             refuse_field("input", "a non-empty string, or a list of {role, content}")
         return checked_text(value, "input")
-    if not isinstance(value, list) or not 1 <= len(value) <= _MESSAGES_MAX:
-        refuse_field("input", f"a non-empty string, or a list of 1 to {_MESSAGES_MAX} of {{role, content}}")
-    return tuple(message_of(item, f"input[{index}]") for index, item in enumerate(value))
+    return messages_of(value, "input", f"a non-empty string, or a list of 1 to {MESSAGES_MAX} of {{role, content}}", _message)
 
 
-def message_of(item: Any, where: str) -> Message:
-    """One {role, content}. Raises InvalidRequest or UnsupportedField."""
+def messages_of(value: Any, field: str, accepted: str, message_of: Callable[[Any, str], Message]) -> tuple[Message, ...]:
+    """A list of 1 to MESSAGES_MAX messages, each read by its surface. Raises InvalidRequest and what `message_of` raises."""
+    if not isinstance(value, list) or not 1 <= len(value) <= MESSAGES_MAX:
+        refuse_field(field, accepted)
+    return tuple(message_of(item, f"{field}[{index}]") for index, item in enumerate(value))
+
+
+def _message(item: Any, where: str) -> Message:
     if not isinstance(item, dict):
         refuse_field(where, "an object with role and content")
     Fields(item, f"{where}.").refuse_unknown(("role", "content"))
@@ -121,11 +123,14 @@ def sampling_of(fields: Fields, *, stop_field: str) -> Sampling:
 
 def request_id_of(value: Any, field: str) -> str | None:
     """A caller's request id. Raises InvalidRequest naming the accepted characters."""
-    if value is None:
-        return None
-    if not isinstance(value, str) or not 1 <= len(value) <= REQUEST_ID_CHARS_MAX or not set(value) <= _REQUEST_ID_CHARS:
+    if value is not None and not is_request_id(value):
         refuse_field(field, _REQUEST_ID_ACCEPTED)
     return value
+
+
+def is_request_id(value: Any) -> TypeGuard[str]:
+    """Whether this has the form of a request id."""
+    return isinstance(value, str) and 1 <= len(value) <= REQUEST_ID_CHARS_MAX and set(value) <= _REQUEST_ID_CHARS
 
 
 # ── out ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,12 +12,13 @@ import msgspec
 
 from weir import errors
 from weir.api.generations import (
-    DEADLINE_MS_MAX,
+    MESSAGES_MAX,
     OUTPUT_TOKENS_MAX,
     STREAM_HEADERS,
     ending_retry_headers,
     error_of_record,
     generation_body,
+    messages_of,
     request_id_of,
     sampling_of,
 )
@@ -25,7 +26,6 @@ from weir.api.wire import (
     Fields,
     checked_text,
     id_headers,
-    json_object,
     limit_headers,
     openai_error,
     openai_error_body,
@@ -33,14 +33,16 @@ from weir.api.wire import (
 )
 from weir.core.endings import ending
 from weir.core.registry.model import Alias
-from weir.core.request import InferenceRequest, Message
+from weir.core.request import DEADLINE_MS_MAX, InferenceRequest, Message
 from weir.errors import WeirError
 from weir.gateway.client import Accepted, Client
 from weir.messages import GenerationRecord, StandingView
 from weir.ports import Clock
 
 SURFACE = "chat.completions"
-_MESSAGES_MAX = 10_000
+_LABEL_CHARS_MAX = 256
+_METADATA_MAX = 16
+_METADATA_ACCEPTED = "an object of up to 16 names of 1 to 64 characters with strings of up to 512 characters"
 _ROLE = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 FIELDS = (
@@ -74,18 +76,19 @@ class ChatOptions(msgspec.Struct, frozen=True):
     bound_name: str = "max_completion_tokens"
 
 
-def parse_chat(body: bytes, headers: Mapping[bytes, bytes]) -> tuple[InferenceRequest, ChatOptions]:
+def parse_chat(document: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> tuple[InferenceRequest, ChatOptions]:
     """A chat completion's body and Weir's headers. Raises InvalidRequest, UnsupportedField or ConflictingFields."""
-    fields = Fields(json_object(body))
+    fields = Fields(document)
     fields.refuse_unknown(FIELDS)
     model = fields.string("model", longest=256)
     if model is None:
         refuse_field("model", "the name of a model alias")
     _refuse_unsupported_values(fields)
+    _check_ignored_values(fields)
     stream = fields.boolean("stream", default=False)
     request = InferenceRequest(
         model_alias=model,
-        prompt=_messages(fields.raw("messages")),
+        prompt=messages_of(fields.raw("messages"), "messages", f"a list of 1 to {MESSAGES_MAX} messages", _message),
         max_output_tokens=_max_tokens(fields),
         deadline_ms=_deadline(headers.get(b"weir-deadline-ms")),
         stream=stream,
@@ -101,6 +104,18 @@ def _refuse_unsupported_values(fields: Fields) -> None:
         raise errors.UnsupportedField("Only one choice per request is supported.", members={"field": "n", "accepted": "1"})
     if fields.boolean("store", default=False):
         raise errors.UnsupportedField("Completions are not stored.", members={"field": "store", "accepted": "false"})
+
+
+def _check_ignored_values(fields: Fields) -> None:
+    fields.string("user", longest=_LABEL_CHARS_MAX)
+    metadata = fields.raw("metadata")
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or len(metadata) > _METADATA_MAX:
+        refuse_field("metadata", _METADATA_ACCEPTED)
+    for name, value in metadata.items():
+        if not 1 <= len(name) <= 64 or not isinstance(value, str) or len(value) > 512:
+            refuse_field("metadata", _METADATA_ACCEPTED)
 
 
 def _max_tokens(fields: Fields) -> int | None:
@@ -136,16 +151,12 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
     return nested.boolean("include_usage", default=False)
 
 
-def _messages(value: Any) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not 1 <= len(value) <= _MESSAGES_MAX:
-        refuse_field("messages", f"a list of 1 to {_MESSAGES_MAX} messages")
-    return tuple(_message(item, f"messages[{index}]") for index, item in enumerate(value))
-
-
 def _message(item: Any, where: str) -> Message:
     if not isinstance(item, dict):
         refuse_field(where, "an object with role and content")
-    Fields(item, f"{where}.").refuse_unknown(("role", "content", "name"))
+    fields = Fields(item, f"{where}.")
+    fields.refuse_unknown(("role", "content", "name"))
+    fields.string("name", longest=_LABEL_CHARS_MAX)
     given = item.get("role")
     role = _ROLE.get(given) if isinstance(given, str) else None
     if role is None:
@@ -161,6 +172,7 @@ def _content(value: Any, where: str) -> str:
     for index, part in enumerate(value):
         if not isinstance(part, dict) or part.get("type") != "text":
             refuse_field(f"{where}[{index}]", "a part of type text")
+        Fields(part, f"{where}[{index}].").refuse_unknown(("type", "text"))
         texts.append(checked_text(part.get("text"), f"{where}[{index}].text"))
     return "".join(texts)
 

@@ -3,20 +3,20 @@
 Raw ASGI, because it is on the path of every token. It knows which surface owns which path and nothing of what they mean.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
 
 import msgspec
 import structlog
 
 from weir import errors
 from weir.api import generations, openai
-from weir.api.exchange import HttpExchange, Receive, Send
-from weir.api.generations import NativeAnswer, generation_body, parse_generation, request_id_of
+from weir.api.exchange import ArrivingBodies, HttpExchange, Receive, Send
+from weir.api.generations import NativeAnswer, generation_body, is_request_id, parse_generation
 from weir.api.openai import ChatAnswer, model_object, models_body, parse_chat
-from weir.api.wire import Headers, Rendered, id_headers, limit_headers, openai_error, problem, refuse_field
+from weir.api.wire import Headers, Rendered, id_headers, json_object, limit_headers, openai_error, problem, refuse_field
 from weir.config import GatewayConfig
 from weir.core.tenancy import Principal
 from weir.gateway.pipeline import Gateway
@@ -24,21 +24,27 @@ from weir.messages import GenerationRecord, StandingView
 from weir.ports import Clock, Entropy
 
 _log = structlog.get_logger("weir.api")
+_FAILED = "The platform failed while serving this request."
 _GENERATION_PATHS = ("/v1/generations", "/v1/chat/completions")
 Handler = Callable[["Call"], Awaitable[None]]
 
 
 @dataclass(slots=True)
 class Call:
-    """One request on its way through the application. fallback_id: its x-request-id until a better one is known.
+    """One request on its way through the application. request_id: ours, until the caller's own is known.
 
     principal: who asks, once authenticated.
     """
 
     exchange: HttpExchange
-    fallback_id: str
+    request_id: str
     argument: str = ""
     principal: Principal | None = None
+
+    def take_id(self, given: Any) -> None:
+        """Answer with the caller's own request id, whatever else of its request turns out to be wrong."""
+        if is_request_id(given):
+            self.request_id = given
 
     @property
     def is_openai(self) -> bool:
@@ -65,6 +71,7 @@ class TenantApp:
         self._config = config
         self._is_ready = is_ready
         self._on_broken = on_broken
+        self.arriving = ArrivingBodies(config.bodies_bytes_max)
         self._fixed: dict[str, dict[str, Handler]] = {
             "/v1/generations": {"POST": self._generate},
             "/v1/chat/completions": {"POST": self._chat},
@@ -77,20 +84,19 @@ class TenantApp:
         """One HTTP request."""
         if scope["type"] != "http":
             return
-        exchange = HttpExchange(scope, receive, send, self._clock, self._config)
+        exchange = HttpExchange(scope, receive, send, self._clock, self._config, self.arriving)
         call = Call(exchange, self.new_request_id())
         try:
-            await self._route(call)
-        except errors.WeirError as refusal:
-            if exchange.method == "POST" and exchange.path in _GENERATION_PATHS:
-                self._gateway.count_refusal(refusal)
-            await self._refuse(call, refusal)
+            await self._serve(call)
+        except asyncio.CancelledError:  # the server's grace is over, or the cell's end came first
+            await self._refuse(call, errors.Shutdown(retry_after_ms=1_000))
         except AssertionError as broken:
             self._on_broken(broken)
+            await self._refuse(call, errors.InternalError(_FAILED))
             raise
         except Exception as fault:
             _log.error("request_failed", path=_safe_path(exchange.path), fault=type(fault).__name__, exc_info=fault)
-            await self._refuse(call, errors.InternalError("The platform failed while serving this request."))
+            await self._refuse(call, errors.InternalError(_FAILED))
 
     def new_request_id(self) -> str:
         """A request id for whatever brought none."""
@@ -98,7 +104,16 @@ class TenantApp:
 
     # ── routing ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    async def _serve(self, call: Call) -> None:
+        try:
+            await self._route(call)
+        except errors.WeirError as refusal:
+            if call.exchange.method == "POST" and call.exchange.path in _GENERATION_PATHS:
+                self._gateway.count_refusal(refusal)
+            await self._refuse(call, refusal)
+
     async def _route(self, call: Call) -> None:
+        call.exchange.refuse_repeated_headers()
         methods = self._fixed.get(call.exchange.path) or self._route_with_argument(call)
         if methods is None:
             raise errors.NotFound("There is nothing at this path.")
@@ -111,7 +126,7 @@ class TenantApp:
     def _route_with_argument(self, call: Call) -> dict[str, Handler] | None:
         path = call.exchange.path
         if path.startswith("/v1/models/"):
-            call.argument = unquote(path.removeprefix("/v1/models/"))
+            call.argument = path.removeprefix("/v1/models/")
             return {"GET": self._model}
         if not path.startswith("/v1/generations/"):
             return None
@@ -135,16 +150,18 @@ class TenantApp:
 
     async def _generate(self, call: Call) -> None:
         principal = self._authenticate(call)
-        body = await call.exchange.body()
-        request = parse_generation(body)
-        answer = NativeAnswer(call.exchange, self._clock, request.request_id or call.fallback_id)
+        document = json_object(await call.exchange.body())
+        call.take_id(document.get("request_id"))
+        request = parse_generation(document)
+        answer = NativeAnswer(call.exchange, self._clock, call.request_id)
         await self._gateway.generate(principal, request, answer, generations.SURFACE)
 
     async def _chat(self, call: Call) -> None:
+        call.take_id(call.exchange.headers.get(b"idempotency-key", b"").decode("latin-1"))
         principal = self._authenticate(call)
-        body = await call.exchange.body()
-        request, options = parse_chat(body, call.exchange.headers)
-        answer = ChatAnswer(call.exchange, self._clock, request.request_id or call.fallback_id, options)
+        document = json_object(await call.exchange.body())
+        request, options = parse_chat(document, call.exchange.headers)
+        answer = ChatAnswer(call.exchange, self._clock, call.request_id, options)
         await self._gateway.generate(principal, request, answer, openai.SURFACE)
 
     async def _lookup(self, call: Call) -> None:
@@ -198,21 +215,21 @@ class TenantApp:
         return await self._gateway.standing(principal, alias)
 
     async def _refuse(self, call: Call, refusal: errors.WeirError) -> None:
-        standing = await self._standing(call.principal) if call.principal else None
+        if call.exchange.is_started:  # nothing fits behind a started answer
+            call.exchange.abort()
+            return
+        standing = None
+        if not isinstance(refusal, errors.PlatformFault):  # a part is broken or stopping: ask and wait for nothing
+            await call.exchange.discard_body()
+            standing = await self._standing(call.principal) if call.principal else None
         now_ms = self._clock.wall_ms()
         rendered = openai_error(refusal, now_ms) if call.is_openai else problem(refusal, now_ms)
         headers: Headers = []
-        unread = isinstance(refusal, errors.RequestTooLarge) or refusal.members.get("field") == "body"
-        if unread or b"expect" in call.exchange.headers:
-            headers.append((b"connection", b"close"))  # a body may still be on its way, or never come
         if isinstance(refusal, errors.MethodNotAllowed):
             headers.append((b"allow", ", ".join(refusal.members["allowed"]).encode()))
         if isinstance(refusal, errors.Unauthenticated):
             headers.append((b"www-authenticate", b"Bearer"))
-        if call.exchange.is_started:  # nothing fits behind a started answer
-            call.exchange.abort()
-            return
-        await self._send(call, rendered, standing, call.fallback_id, headers)
+        await self._send(call, rendered, standing, call.request_id, headers)
 
     async def _send(
         self,
@@ -222,19 +239,15 @@ class TenantApp:
         request_id: str = "",
         headers: Headers | None = None,
     ) -> None:
-        extra = [*id_headers(request_id or call.fallback_id), *limit_headers(standing), *(headers or [])]
+        extra = [*id_headers(request_id or call.request_id), *limit_headers(standing), *(headers or [])]
         await call.exchange.start(rendered.status, rendered.head(extra))
         await call.exchange.finish(rendered.body)
 
 
 def _checked_id(argument: str) -> str:
-    try:
-        checked = request_id_of(unquote(argument), "request_id")
-    except errors.InvalidRequest:
-        checked = None
-    if checked is None:
+    if not is_request_id(argument):
         raise errors.NotFound("No request has this id.")
-    return checked
+    return argument
 
 
 def _known(record: GenerationRecord | None) -> GenerationRecord:

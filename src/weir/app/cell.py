@@ -18,7 +18,16 @@ import structlog
 from weir.api.tenant_app import TenantApp
 from weir.app.engine_choice import check_engine_names, declare_models
 from weir.app.running_view import RunningCell, gauges_of
-from weir.app.servers import MetricsServer, QuietServer, admin_server, listen, tenant_server, url_of
+from weir.app.servers import (
+    MetricsServer,
+    QuietServer,
+    admin_server,
+    listen,
+    raise_open_files,
+    tenant_server,
+    url_of,
+    within_open_files,
+)
 from weir.clock import SystemClock, SystemEntropy
 from weir.config import WeirConfig, environment_of_engine
 from weir.control.bootstrap import BootstrapSecrets, bootstrap, draft_keys, shown_secrets
@@ -141,6 +150,10 @@ class Cell:
         self._fleet = Fleet()
         self._engines = Engines(options.config)
         self._inbox = Inbox()
+        config = options.config.coordinator
+        self._executions = ExecutionTable(
+            stores.ledger, config.remembered_executions, config.request_id_ms, config.store_wait_ms
+        )
         self._coordinator: Coordinator | None = None
         self._draining = False
         self._commands = Commands(stores.catalog, self._publish, self._clock, self._entropy)
@@ -159,7 +172,7 @@ class Cell:
         secrets = await _unless_stopped(stop, self._bootstrap())
         if secrets is None:
             return
-        snapshot = build_snapshot(await self._stores.catalog.load())
+        snapshot = self._served(build_snapshot(await self._stores.catalog.load()))
         recovered = await recover(self._stores.ledger, self._clock, snapshot)
         if recovered.resolved:
             self._options.announce(f"resolved {recovered.resolved} hold(s) that a crash left open")
@@ -167,7 +180,7 @@ class Cell:
         gateway = self._compose_gateway(coordinator)
         view = RunningCell(self._clock, recovered.book, coordinator, self._fleet, self._supervisor, self._inbox)
         self._telemetry.read_gauges_from(
-            lambda: gauges_of(coordinator, recovered.book, self._fleet, lambda: recovered.journal.backlog)
+            lambda: gauges_of(coordinator, self._executions, recovered.book, self._fleet, lambda: recovered.journal.backlog)
         )
         async with _Listeners(self._options, self._telemetry) as listeners, asyncio.TaskGroup() as tasks:
             supervisor = tasks.create_task(self._supervisor.run())
@@ -176,7 +189,7 @@ class Cell:
             watchdog = tasks.create_task(self._fail_when_broken())
             admin = await asyncio.to_thread(_admin_app, self._commands, self._stores.ledger, view, self._entropy)
             app = TenantApp(gateway, self._clock, self._entropy, self._config.gateway, self._is_ready, self.fail)
-            servers = [listeners.serve_tenants(tasks, app), listeners.serve_admin(tasks, admin)]
+            servers = [listeners.serve_tenants(tasks, app), listeners.serve_admin(tasks, admin, app.new_request_id)]
             if await _unless_stopped(stop, self._supervisor.wait_ready()):
                 ready = self._ready(listeners, secrets, snapshot)
                 self._write_ready_file(ready)
@@ -214,9 +227,7 @@ class Cell:
             fleet=self._fleet,
             book=recovered.book,
             journal=recovered.journal,
-            executions=ExecutionTable(
-                self._stores.ledger, config.remembered_executions, config.request_id_ms, config.store_wait_ms
-            ),
+            executions=self._executions,
             rejections=RejectionCounter(self._stores.ledger, self._clock),
             telemetry=self._telemetry,
         )
@@ -260,8 +271,12 @@ class Cell:
     async def _publish(self, snapshot: Snapshot) -> Acknowledgement:
         """In one process a snapshot is in force everywhere once it was handed over."""
         if self._coordinator is not None:
-            self._coordinator.publish(snapshot)
+            self._coordinator.publish(self._served(snapshot))
         return Acknowledgement(snapshot.version)
+
+    def _served(self, snapshot: Snapshot) -> Snapshot:
+        """What an earlier start declared stays on record, but only the pools of this one are served."""
+        return snapshot.serving({pool.name for pool in self._fleet.pools})
 
     def _is_ready(self) -> bool:
         return not self._draining and bool(self._fleet.ready_addresses())
@@ -307,8 +322,12 @@ class _Listeners:
 
     def __init__(self, options: CellOptions, telemetry: Telemetry) -> None:
         host, port = options.listen
-        config = options.config.gateway
+        config = within_open_files(options.config.gateway, raise_open_files())
         self._config = config
+        if config.connections_max < options.config.gateway.connections_max:
+            options.announce(
+                f"room for {config.connections_max} connections: half of the open files that this process may have"
+            )
         self._tenants = listen(host, port, config)
         self._admin = listen("127.0.0.1", port and port + 1, config)
         self._metrics = MetricsServer("127.0.0.1", port and port + 2, telemetry)
@@ -330,9 +349,9 @@ class _Listeners:
         tasks.create_task(server.serve(sockets=[self._tenants]))
         return server
 
-    def serve_admin(self, tasks: asyncio.TaskGroup, app: Any) -> QuietServer:
+    def serve_admin(self, tasks: asyncio.TaskGroup, app: Any, new_request_id: Callable[[], str]) -> QuietServer:
         """Start the management side."""
-        server = admin_server(app)
+        server = admin_server(app, new_request_id, self._config)
         tasks.create_task(server.serve(sockets=[self._admin]))
         return server
 
@@ -361,7 +380,7 @@ async def run_cell(options: CellOptions, stop: asyncio.Event, on_ready: Callable
     Raises InvalidRequest for a wrong option, StateLocked, StateUnreadable, EngineError when an engine cannot be asked, and
     whatever broke the cell.
     """
-    check_engine_names(options.engines)
+    check_engine_names(options.engines, options.config.engine)
     async with _open_stores(options.state) as stores:
         cell = Cell(options, stores)
         cell.remove_ready_files()

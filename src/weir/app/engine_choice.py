@@ -1,14 +1,15 @@
 """What `--engine` means: which revisions, aliases and pools a start declares.
 
 `llamacpp`: the packaged models, SmolLM2 behind alias `assistant` and, on demand, Gemma behind `completion`. `simulated`: one
-simulated model. A URL: the first model that an OpenAI-compatible server lists. A revision's id carries a digest of everything
-that makes it what it is, so another artifact or window is another revision.
+simulated model. A URL: the first model that an OpenAI-compatible server lists, once it answers with our key. A revision's id
+carries a digest of everything that makes it what it is, so another artifact or window is another revision.
 """
 
 import asyncio
 import hashlib
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,10 +20,11 @@ from weir.config import EngineConfig, PoolConfig, read_api_key
 from weir.control.bootstrap import DEMO_PRICE
 from weir.control.declared_models import DeclaredModels
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
+from weir.engines.http_exchange import parse_origin
 from weir.engines.packaged_models import gemma_path, smollm2_path
 from weir.messages import ReplicaAddress
 from weir.ports import Engine
-from weir.units import Tokens
+from weir.units import Millis, Tokens
 
 SIMULATED = "simulated"
 LLAMACPP = "llamacpp"
@@ -46,14 +48,29 @@ class _Artifact:
     chat: bool = True
 
 
-def check_engine_names(engines: list[str]) -> None:
-    """Refuse what `--engine` does not take. Raises InvalidRequest."""
+def check_engine_names(engines: list[str], config: EngineConfig) -> None:
+    """Refuse what `--engine` does not take, and settings of a URL without one. Raises InvalidRequest, without the URL."""
     urls = [name for name in engines if name.startswith(("http://", "https://"))]
-    if urls != engines and (len(engines) != 1 or engines[0] not in (SIMULATED, LLAMACPP)):
+    if engines not in ([SIMULATED], [LLAMACPP]) and (not urls or urls != engines):
         raise errors.InvalidRequest(
             "--engine takes 'simulated', 'llamacpp', or one or more http:// or https:// URLs.",
             members={"field": "--engine", "accepted": "simulated, llamacpp, URL [URL ...]"},
         )
+    for url in urls:
+        try:
+            parse_origin(url)
+        except errors.EngineError as fault:
+            raise errors.InvalidRequest(
+                "--engine takes a URL of scheme, host, port and path alone; a key belongs in the file of engine.api_key_file.",
+                members={"field": "--engine", "accepted": "http[s]://HOST[:PORT][/PATH]"},
+            ) from fault
+    of_urls = {"engine.api_key_file": config.api_key_file is not None, "engine.external": config.external}
+    for key, is_set in of_urls.items():
+        if is_set and not urls:
+            raise errors.InvalidRequest(
+                f"Configuration key '{key}' is set, but no --engine is a URL; accepted: only with --engine URL.",
+                members={"field": key, "accepted": "only with --engine URL"},
+            )
 
 
 async def declare_models(
@@ -64,7 +81,7 @@ async def declare_models(
     client_of_url: Engine,
     announce: Callable[[str], None],
 ) -> DeclaredModels:
-    """The models behind `--engine`. Raises EngineError when an engine behind a URL does not answer in time."""
+    """The models behind `--engine`. Raises EngineError when an engine at a URL refuses our key or is not ready in time."""
     if engines == [SIMULATED]:
         simulated = _Artifact("simulated", EngineKind.SIMULATED, "demo", "demo", 32_768, 64)
         return _declared([_named(simulated, "assistant", pool)])
@@ -154,21 +171,29 @@ def _sha256(path: Path) -> str:
 async def _behind_url(
     urls: list[str], config: EngineConfig, client: Engine, window: Tokens, announce: Callable[[str], None]
 ) -> _Artifact:
-    """The model that the first URL serves; its window as the server says, else `window`."""
+    """The model that the first URL serves; its window as the server says, else `window`. Raises EngineError."""
     announce(f"asking {len(urls)} engine(s) behind a URL what they serve")
     probe = ReplicaAddress("probe", "probe", "probe", EngineKind.OPENAI, urls[0], "", window, api_key=read_api_key(config))
-    try:
-        async with asyncio.timeout(config.start_ms / 1e3):
-            found = await _probe_until_answered(probe, client)
-    except TimeoutError as late:
-        raise errors.EngineError(f"The engine at {urls[0]} did not answer within {config.start_ms} ms.") from late
+    found = await _probe_until_answered(probe, client, config.start_ms, announce)
     name = re.sub(r"[^a-z0-9._-]+", "-", found.model.lower()).strip("-") or "model"
     return _Artifact(name[:64], EngineKind.OPENAI, found.model, found.model, found.context_tokens, 16)
 
 
-async def _probe_until_answered(probe: ReplicaAddress, client: Engine) -> ReplicaAddress:
-    while True:
-        try:
-            return await client.probe(probe)
-        except errors.EngineFault:
-            await asyncio.sleep(_PROBE_RETRY_S)
+async def _probe_until_answered(
+    probe: ReplicaAddress, client: Engine, bound_ms: Millis, announce: Callable[[str], None]
+) -> ReplicaAddress:
+    """Its answer, asked for again and again. Raises EngineError: the last fault after the bound, or one that stays."""
+    reason = "nothing came."
+    with suppress(TimeoutError):
+        async with asyncio.timeout(bound_ms / 1e3):
+            while True:
+                try:
+                    return await client.probe(probe)
+                except errors.EngineFault as fault:
+                    if fault.retry_advice is False:
+                        raise errors.EngineError(f"The engine at {probe.url} cannot be used: {fault.detail}") from fault
+                    if fault.detail != reason:
+                        reason = fault.detail
+                        announce(f"waiting for {probe.url}: {reason}")
+                await asyncio.sleep(_PROBE_RETRY_S)
+    raise errors.EngineError(f"The engine at {probe.url} did not answer within {bound_ms} ms: {reason}")

@@ -6,6 +6,7 @@ from typing import Any
 from weir.control.cell_view import PoolReport, ReplicaReport
 from weir.control.supervisor import Supervisor
 from weir.coordinator.coordinator import Coordinator
+from weir.coordinator.execution_table import ExecutionTable
 from weir.coordinator.fleet import Fleet
 from weir.core.ledger.book import Book
 from weir.core.registry.model import Pool
@@ -90,11 +91,13 @@ class RunningCell:
         )
 
 
-def gauges_of(coordinator: Coordinator, book: Book, fleet: Fleet, backlog: Callable[[], int]) -> Iterable[GaugeReading]:
+def gauges_of(
+    coordinator: Coordinator, executions: ExecutionTable, book: Book, fleet: Fleet, backlog: Callable[[], int]
+) -> Iterable[GaugeReading]:
     """What metrics show of the present; safe from another thread: whole numbers and copies of dictionaries."""
-    yield "weir_requests_in_flight", "Admitted requests that have not ended.", {}, book.open_holds
+    yield "weir_requests_in_flight", "Admitted requests that have not ended.", {}, executions.in_flight
     yield "weir_open_holds", "Holds that have not ended.", {}, book.open_holds
-    yield "weir_live_executions", "Executions that are not quiet yet.", {}, coordinator.live_count
+    yield "weir_live_executions", "Executions that are not quiet yet.", {}, executions.live_count
     yield "weir_journal_backlog", "Ledger records that are not durable yet.", {}, backlog()
     for pool in list(fleet.pools):
         labels = {"revision": pool.revision}

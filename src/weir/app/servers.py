@@ -1,9 +1,11 @@
 """Listeners: the tenant side and the management side on the event loop, metrics on a thread of their own."""
 
 import contextlib
+import resource
 import socket
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -16,6 +18,21 @@ from weir.config import GatewayConfig
 from weir.telemetry import Telemetry
 
 _GRACE_AFTER_DRAIN_S = 5
+_SCRAPES_AT_ONCE = 8
+_SCRAPE_SILENCE_S = 10
+
+
+def raise_open_files() -> int:
+    """Raise this process's limit of open files to what it may have, once, before anything listens; the limit in force."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # some systems say "no limit" and mean a lower one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def within_open_files(config: GatewayConfig, open_files: int) -> GatewayConfig:
+    """The same where connections take at most half of the open files: each may need one to an engine as well."""
+    return replace(config, connections_max=max(1, min(config.connections_max, open_files // 2)))
 
 
 class QuietServer(uvicorn.Server):
@@ -55,17 +72,17 @@ def url_of(listener: socket.socket) -> str:
 
 def tenant_server(app: TenantApp, config: GatewayConfig) -> QuietServer:
     """The server that tenants reach."""
-    members = {"limits": config, "new_request_id": staticmethod(app.new_request_id)}
-    protocol = type("BoundConnection", (Connection,), members)
-    return QuietServer(_uvicorn_config(app, protocol, config.idle_connection_ms))
+    return QuietServer(_uvicorn_config(app, app.new_request_id, config))
 
 
-def admin_server(app: Any) -> QuietServer:
-    """The server of the management API."""
-    return QuietServer(_uvicorn_config(app, "httptools", 75_000))
+def admin_server(app: Any, new_request_id: Callable[[], str], config: GatewayConfig) -> QuietServer:
+    """The server of the management API. new_request_id: names what the application never sees."""
+    return QuietServer(_uvicorn_config(app, new_request_id, config))
 
 
-def _uvicorn_config(app: Any, protocol: Any, keep_alive_ms: int) -> uvicorn.Config:
+def _uvicorn_config(app: Any, new_request_id: Callable[[], str], config: GatewayConfig) -> uvicorn.Config:
+    members = {"limits": config, "new_request_id": staticmethod(new_request_id)}
+    protocol: Any = type("BoundConnection", (Connection,), members)
     return uvicorn.Config(
         app,
         http=protocol,
@@ -76,9 +93,33 @@ def _uvicorn_config(app: Any, protocol: Any, keep_alive_ms: int) -> uvicorn.Conf
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=max(1, keep_alive_ms // 1000),
+        timeout_keep_alive=max(1, config.idle_connection_ms // 1000),
         timeout_graceful_shutdown=_GRACE_AFTER_DRAIN_S,
     )
+
+
+class _ScrapeServer(ThreadingHTTPServer):
+    """A thread for each scrape, few at a time; one too many is closed unanswered."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], scrape: type[BaseHTTPRequestHandler]) -> None:
+        self._free = threading.BoundedSemaphore(_SCRAPES_AT_ONCE)
+        super().__init__(address, scrape)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer on a thread if one is free."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """One connection from its first byte to its end."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
 
 class MetricsServer:
@@ -87,6 +128,8 @@ class MetricsServer:
     def __init__(self, host: str, port: int, telemetry: Telemetry) -> None:
         class Scrape(BaseHTTPRequestHandler):
             """Answers GET /metrics."""
+
+            timeout = _SCRAPE_SILENCE_S
 
             def do_GET(self) -> None:
                 """Prometheus' text format, or 404."""
@@ -102,10 +145,9 @@ class MetricsServer:
                 """Scrapes are not logged."""
 
         try:
-            self._server = ThreadingHTTPServer((host, port), Scrape)
+            self._server = _ScrapeServer((host, port), Scrape)
         except OSError as fault:
             raise _cannot_listen(host, port, fault) from fault
-        self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, name="weir-metrics", daemon=True)
         self._thread.start()
 

@@ -26,11 +26,11 @@ from weir.cli.http_api import (
     segment,
 )
 from weir.cli.tables import dollars, print_json, thousands
+from weir.core.request import DEADLINE_MS_MAX
 
 STREAM_WAIT_S = 60.0
 """A running stream carries a comment at least every 10 seconds; six missed ones are a dead peer."""
 
-DEADLINE_MS_MAX = 3_600_000
 _ANSWER_GRACE_S = 10.0
 _CONTROL = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 

@@ -7,6 +7,7 @@ header and never shown.
 import http.client
 import inspect
 import json
+import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,10 @@ ANSWER_BYTES_MAX = 64 * 1024 * 1024
 DEFAULT_WAIT_S = 30.0
 """An administrative write answers within seconds; half a minute covers a loaded machine."""
 
+_PRINTABLE = re.compile(r"[!-~]+")
+_HOST_CHARS_MAX = 253
+_LABEL_CHARS_MAX = 63
+
 P = ParamSpec("P")
 C = TypeVar("C")
 
@@ -34,11 +39,21 @@ class CommandFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """An HTTP API and the key for it. wait_s: bound of each wait for the other side, in seconds."""
+    """An HTTP API and the key for it, stripped. wait_s: bound of each wait for the other side, in seconds.
+
+    Raises CommandFailed, which shows neither, for an address or a key that cannot be one.
+    """
 
     url: str
     key: str
     wait_s: float = DEFAULT_WAIT_S
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", self.key.strip())
+        if not _PRINTABLE.fullmatch(self.key):
+            raise CommandFailed("The key is not one: a key is a word of printable ASCII characters.")
+        if not _is_address(self.url):
+            raise CommandFailed("The address is not one: it is of the form http://HOST:PORT.")
 
     def call(self, method: str, path: str, body: Any = None, query: dict[str, str | None] | None = None) -> Any:
         """One request; the parsed JSON of a 2xx answer. Raises CommandFailed."""
@@ -50,8 +65,7 @@ class Connection:
     def exchange(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
         """One request and its open answer, closed at the end. Raises CommandFailed when nobody answers."""
         parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise CommandFailed(f"{self.url!r} is not an http or https address.")
+        assert parts.hostname is not None
         opener = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         headers = {"authorization": f"Bearer {self.key}", "accept": "application/json, text/event-stream"}
         if body is not None:
@@ -65,6 +79,21 @@ class Connection:
             raise CommandFailed(f"No usable answer from {self.url} ({reason}); is the cell running?") from fault
         finally:
             link.close()
+
+
+def _is_address(url: str) -> bool:
+    """Whether this is an http or https URL without credentials, query or fragment."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname or "", parts.port
+    except ValueError:
+        return False
+    plain = not (parts.username or parts.password or parts.query or parts.fragment)
+    return bool(_PRINTABLE.fullmatch(url)) and parts.scheme in ("http", "https") and _is_host(host) and plain
+
+
+def _is_host(name: str) -> bool:
+    return 0 < len(name) <= _HOST_CHARS_MAX and all(0 < len(label) <= _LABEL_CHARS_MAX for label in name.split("."))
 
 
 def _parsed(answer: http.client.HTTPResponse) -> Any:

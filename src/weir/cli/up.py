@@ -75,7 +75,7 @@ async def _serve(options: CellOptions, *, first_answer: bool) -> None:
     answers: list[asyncio.Task[None]] = []
 
     def ready(found: Ready) -> None:
-        _show(found)
+        show_ready(found)
         if first_answer:
             answers.append(loop.create_task(_stream_first_answer(options.state)))
 
@@ -115,7 +115,8 @@ def _say(line: str) -> None:
     typer.echo(f"  · {line}", err=True)
 
 
-def _show(ready: Ready) -> None:
+def show_ready(ready: Ready) -> None:
+    """Print where the cell listens, its keys, and an example with one that lives."""
     typer.echo("\nWeir is ready.")
     typer.echo(f"  API      {ready.api}")
     typer.echo(f"  admin    {ready.admin}   key {ready.secrets['admin_key'] or '(revoked)'}")
@@ -125,10 +126,13 @@ def _show(ready: Ready) -> None:
     for tenant in ready.secrets["tenants"]:
         for application in tenant["applications"]:
             typer.echo(f"  key      {tenant['name']}/{application['name']:<12} {application['key'] or '(revoked)'}")
-    typer.echo("\nTry it:\n" + _curl(ready) + "\n\nCtrl-C drains and stops.\n")
+    live = (application["key"] for tenant in ready.secrets["tenants"] for application in tenant["applications"])
+    key = next((key for key in live if key is not None), None)
+    if key is not None:
+        typer.echo("\nTry it:\n" + _curl(ready, key))
+    typer.echo("\nCtrl-C drains and stops.\n")
 
 
-def _curl(ready: Ready) -> str:
-    key = ready.secrets["tenants"][0]["applications"][0]["key"]
+def _curl(ready: Ready, key: str) -> str:
     body = '{"model_alias":"assistant","input":"Say hello in five words.","max_output_tokens":32,"stream":true}'
     return f"  curl -N {ready.api}/v1/generations -H 'Authorization: Bearer {key}' \\\n    -d '{body}'"

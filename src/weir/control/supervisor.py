@@ -41,6 +41,8 @@ class FleetReports(Protocol):
 
     def doubted(self, pool: str, name: str) -> None: ...
 
+    def drain(self, pool: str, name: str) -> None: ...
+
     def gone(self, pool: str, name: str) -> None: ...
 
     def running_in(self, pool: str) -> int: ...
@@ -204,7 +206,7 @@ class Supervisor:
         async with asyncio.TaskGroup() as tasks:
             exit_status = tasks.create_task(process.wait())
             watch = tasks.create_task(self._watch(keeping, address))
-            idle = tasks.create_task(self._wait_idle(keeping))
+            idle = tasks.create_task(self._drain_when_idle(keeping, address.name))
             await asyncio.wait((exit_status, watch, idle), return_when=asyncio.FIRST_COMPLETED)
             over = (exit_status.done(), watch.done())
             for task in (exit_status, watch, idle):
@@ -213,11 +215,10 @@ class Supervisor:
             raise errors.ReplicaLost("The engine process exited.")
         if over[1]:
             raise errors.EngineError("The engine did not confirm that it stopped a generation.")
-        keeping.wanted.clear()
         _log.info("replica_idle", pool=keeping.pool.name)
 
-    async def _wait_idle(self, keeping: _PoolKeeping) -> None:
-        """Until an on-demand pool had nothing to do for its idle time; never for others."""
+    async def _drain_when_idle(self, keeping: _PoolKeeping, name: str) -> None:
+        """Once an on-demand pool had nothing to do for its idle time: no more work for its replica. Never for others."""
         idle_since_ns = self._clock.monotonic_ns()
         while True:
             await asyncio.sleep(_IDLE_CHECK_S)
@@ -225,6 +226,8 @@ class Supervisor:
             if not keeping.pool.on_demand or self._fleet.running_in(keeping.pool.name):
                 idle_since_ns = now_ns
             elif now_ns - idle_since_ns > ns_from_ms(keeping.pool.idle_stop_ms):
+                keeping.wanted.clear()
+                self._fleet.drain(keeping.pool.name, name)
                 return
 
     async def _watch(self, keeping: _PoolKeeping, address: ReplicaAddress) -> None:

@@ -14,7 +14,7 @@ from weir.core.ledger.reservation import Reservation
 from weir.core.registry.model import WorkloadClass
 from weir.core.request import Admitted, Ended, RequestState, is_terminal, public_status
 from weir.core.routing.replica import Replica
-from weir.messages import Acquire, GenerationRecord
+from weir.messages import Acquire, GenerationRecord, ended_record
 from weir.units import Nanos, Tokens
 
 
@@ -115,25 +115,7 @@ def _identity(execution: Execution) -> GenerationRecord:
 
 def shown_as(execution: Execution, end: EndRecord, *, posted: bool) -> GenerationRecord:
     """The public record with the ledger's end record in it."""
-    acquire, settled = execution.acquire, end if isinstance(end, SettleRecord) else None
-    return GenerationRecord(
-        generation_id=acquire.generation_id,
-        request_id=execution.id.request_id,
-        execution=execution.id.execution,
-        alias=acquire.alias,
-        revision=acquire.revision,
-        status=end.status,
-        finish_reason=end.finish_reason,
-        input_tokens=settled.input_tokens if settled else 0,
-        cached_input_tokens=settled.cached_input_tokens if settled else 0,
-        output_tokens=settled.output_tokens if settled else 0,
-        cost_microusd=settled.cost_microusd if settled else 0,
-        basis=settled.basis if settled else None,
-        posted=posted,
-        timing=end.timing,
-        error_code=end.error_code,
-        error_detail=end.error_detail,
-    )
+    return ended_record(_identity(execution), end, posted=posted)
 
 
 def error_code_of(reason: FinishReason) -> str | None:

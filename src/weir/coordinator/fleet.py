@@ -77,7 +77,7 @@ class Fleet:
 
     def condemn(self, pool: str, name: str) -> None:
         """The replica did not confirm that it stopped: no new work, and control must replace it before its lanes return."""
-        self.doubted(pool, name)
+        self.drain(pool, name)
         self.on_condemned(name)
 
     def drain(self, pool: str, name: str) -> None:

@@ -25,6 +25,8 @@ from weir.core.endings import FinishReason, Status, ending
 from weir.units import Millis, Tokens
 
 ATTEMPTS_MAX = 2
+DEADLINE_MS_MAX: Millis = 3_600_000
+"""The longest that a caller may ask for, from arrival to the last token."""
 
 
 # ── what was asked for ───────────────────────────────────────────────────────────────────────────────────────────────

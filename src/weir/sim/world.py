@@ -124,13 +124,14 @@ class Cell:
         self.conversations: dict[asyncio.Task[None], Exchange] = {}
         self.services: list[asyncio.Task[None]] = []
         config = spec.coordinator
+        self.executions = ExecutionTable(store, config.remembered_executions, config.request_id_ms, config.store_wait_ms)
         parts = CoordinatorParts(
             clock=clock,
             config=config,
             fleet=self.fleet,
             book=recovered.book,
             journal=recovered.journal,
-            executions=ExecutionTable(store, config.remembered_executions, config.request_id_ms, config.store_wait_ms),
+            executions=self.executions,
             rejections=RejectionCounter(store, clock),
             telemetry=telemetry,
         )

@@ -13,7 +13,7 @@ from weir import errors
 from weir.core.endings import Status
 from weir.core.ledger.records import EndRecord, ExecutionId, HoldRecord, LedgerRecord, SettleRecord, StepRecord
 from weir.core.tenancy import Limits, Scope
-from weir.messages import GenerationRecord
+from weir.messages import GenerationRecord, ended_record
 from weir.ports import (
     AuditEntry,
     Catalog,
@@ -203,35 +203,9 @@ class MemoryLedger:
 
 
 def _generation_record(hold: HoldRecord, step: StepRecord | None, end: EndRecord | None) -> GenerationRecord:
-    settled = end if isinstance(end, SettleRecord) else None
-    record = GenerationRecord(
-        hold.generation_id,
-        hold.id.request_id,
-        hold.id.execution,
-        hold.alias,
-        hold.revision,
-        Status.RUNNING if step else Status.QUEUED,
-    )
-    if end is None:
-        return record
-    return GenerationRecord(
-        record.generation_id,
-        record.request_id,
-        record.execution,
-        record.alias,
-        record.revision,
-        end.status,
-        end.finish_reason,
-        settled.input_tokens if settled else 0,
-        settled.cached_input_tokens if settled else 0,
-        settled.output_tokens if settled else 0,
-        settled.cost_microusd if settled else 0,
-        settled.basis if settled else None,
-        posted=True,
-        timing=end.timing,
-        error_code=end.error_code,
-        error_detail=end.error_detail,
-    )
+    status = Status.RUNNING if step else Status.QUEUED
+    shown = GenerationRecord(hold.generation_id, hold.id.request_id, hold.id.execution, hold.alias, hold.revision, status)
+    return ended_record(shown, end, posted=True) if end else shown
 
 
 def _selected(query: UsageQuery, end: EndRecord) -> bool:

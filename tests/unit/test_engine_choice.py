@@ -1,0 +1,106 @@
+"""What `--engine` takes, and what a start says of an engine behind a URL that cannot be used."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.contract.engine_servers import CONTEXT_TOKENS, ScriptedServer, Wire
+
+from weir import errors
+from weir.app.engine_choice import check_engine_names, declare_models
+from weir.config import EngineConfig, PoolConfig
+from weir.control.declared_models import DeclaredModels
+from weir.engines.openai_compatible import OpenAICompatibleEngine
+
+NOWHERE = Path("/nowhere")
+
+
+@pytest.mark.parametrize("engines", [["simulated"], ["llamacpp"], ["http://one:8000"], ["https://one/v1", "http://two/v1/"]])
+def test_what_is_taken(engines: list[str]) -> None:
+    """Protects the command line: the kinds by name, and any number of base URLs."""
+    check_engine_names(engines, EngineConfig())
+
+
+@pytest.mark.parametrize("engines", [[], ["vllm"], ["simulated", "llamacpp"], ["simulated", "http://one"]])
+def test_what_is_not_taken(engines: list[str]) -> None:
+    """Protects operators from an engine that was not meant."""
+    with pytest.raises(errors.InvalidRequest, match="--engine takes 'simulated'"):
+        check_engine_names(engines, EngineConfig())
+
+
+@pytest.mark.parametrize("rest", ["", "me:zebra@engine", "engine/v1?key=zebra", "engine#zebra", "engine:zebra"])
+def test_a_url_with_more_than_a_base_is_refused(rest: str) -> None:
+    """Protects secrets: what looks like one is pointed to its file before anything is sent, and is not repeated."""
+    with pytest.raises(errors.InvalidRequest, match=r"engine\.api_key_file") as refused:
+        check_engine_names(["http://good", f"http://{rest}"], EngineConfig())
+    assert "zebra" not in refused.value.detail + repr(refused.value.members)
+
+
+@pytest.mark.parametrize(
+    ("key", "config"),
+    [("engine.api_key_file", EngineConfig(api_key_file="key")), ("engine.external", EngineConfig(external=True))],
+)
+def test_settings_of_a_url_need_one(key: str, config: EngineConfig) -> None:
+    """Protects operators from a setting without effect: who believes to be external is not."""
+    for engine in ("simulated", "llamacpp"):
+        with pytest.raises(errors.InvalidRequest, match=key):
+            check_engine_names([engine], config)
+    check_engine_names(["http://engine"], config)
+
+
+async def declared(server: ScriptedServer, *, start_ms: int = 60_000) -> tuple[DeclaredModels, list[str]]:
+    """What a start with this server's URL declares, and what it says meanwhile."""
+    engine, said = OpenAICompatibleEngine(), list[str]()
+    config = EngineConfig(start_ms=start_ms)
+    try:
+        return await declare_models([server.url], PoolConfig(), config, NOWHERE, engine, said.append), said
+    finally:
+        await engine.aclose()
+
+
+class Scripted(ScriptedServer):
+    """Answers /v1/models with the given statuses, then as an engine."""
+
+    statuses: tuple[int, ...] = ()
+    asked = 0
+
+    async def _answer(self, path: bytes, wire: Wire, body: dict[str, Any]) -> None:
+        if path == b"/v1/models":
+            self.asked += 1
+            if self.asked <= len(self.statuses):
+                await wire.answer(self.statuses[self.asked - 1], {})
+                return
+        await super()._answer(path, wire, body)
+
+
+async def test_the_first_listed_model_is_served() -> None:
+    """Protects the declaration: the server's model and window, once it answers, and the wait is explained meanwhile."""
+    async with Scripted().running() as server:
+        assert isinstance(server, Scripted)
+        server.statuses = (503, 503)
+        models, said = await declared(server)
+    [revision], [alias], [pool] = models.revisions, models.aliases, models.pools
+    assert (revision.artifact, revision.context_tokens, alias.name) == ("m", CONTEXT_TOKENS, "assistant")
+    assert pool.urls == (server.url,)
+    assert [line for line in said if "503" in line] == [
+        f"waiting for {server.url}: The engine lists no models: /v1/models answers 503."
+    ]
+
+
+async def test_a_refused_key_ends_the_start_at_once() -> None:
+    """Protects the first five minutes: no waiting for what cannot change, and the key's setting is named."""
+    async with Scripted().running() as server:
+        assert isinstance(server, Scripted)
+        server.statuses = (401,) * 9
+        with pytest.raises(errors.EngineError, match=r"refuses the key \(engine\.api_key_file\)"):
+            await declared(server)
+        assert server.asked == 1
+
+
+async def test_what_is_no_engine_is_given_up_with_the_reason() -> None:
+    """Protects operators from a URL that speaks HTTP and nothing else."""
+    async with Scripted().running() as server:
+        assert isinstance(server, Scripted)
+        server.statuses = (404,) * 9
+        with pytest.raises(errors.EngineError, match="did not answer within 300 ms: The engine lists no models"):
+            await declared(server, start_ms=300)
