@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from tests.e2e.ending_stage import Stage
 from tests.e2e.http_client import Account, is_at_rest, new_account, wait_until
 from tests.e2e.running_cell import RunningCell, running_cell
+from tests.e2e.scripted_engine import ScriptedEngine
 
 BODY_WAIT_MS = 2_000
 SLOW_ROW = "llama3.1-70b/a100_sxm/tp4"
@@ -74,3 +76,19 @@ def _account_of(cell: RunningCell) -> Iterator[Account]:
     yield made
     made.close()
     wait_until(lambda: is_at_rest(cell))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ScriptedEngine]:
+    """An engine that does what a prompt tells it."""
+    with ScriptedEngine() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def stage(engine: ScriptedEngine, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """A cell on that engine with the module's CONFIG."""
+    state = tmp_path_factory.mktemp("stage") / "state"
+    with running_cell(state, engine=(engine.url,), config=request.module.CONFIG) as cell:
+        yield Stage(cell)
+        assert "Traceback" not in cell.tail()

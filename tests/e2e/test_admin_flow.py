@@ -3,11 +3,13 @@
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.http_client import Account, Json, Reply, admin_of, exchange, new_account
-from tests.e2e.running_cell import RunningCell
+from tests.e2e.conftest import engine_process
+from tests.e2e.http_client import Account, Json, Reply, admin_of, demo_account, exchange, new_account
+from tests.e2e.running_cell import RunningCell, running_cell
 
 LONG = "river"
 """A prompt whose reply has 213 tokens: seven seconds on the slow cell."""
@@ -312,3 +314,16 @@ def test_replicas_and_pools_show_the_running_cell(slow_cell: RunningCell) -> Non
     assert replica["capabilities"]["counts_tokens"] and replica["capabilities"]["continuous_usage"]
     (pool,) = admin.done("GET", "/pools")["pools"]
     assert (pool["replicas"], pool["ready"], pool["queued"], pool["running"]) == (1, 1, 0, 0)
+
+
+def test_an_external_engine_serves_only_tenants_that_allow_it(tmp_path: Path) -> None:
+    """Protects data that must not leave: the alias does not exist until the tenant allows it, which is in force at once."""
+    with (
+        engine_process("--row", "demo") as url,
+        running_cell(tmp_path / "state", engine=(url,), config="[engine]\nexternal = true\n") as cell,
+    ):
+        account = demo_account(cell)
+        refusal(account.generate(max_output_tokens=4), 404, "unknown_alias")
+        assert account.ask("GET", "/v1/models").json["data"] == []
+        admin_of(cell).done("PATCH", f"/tenants/{account.tenant}", {"external_allowed": True})
+        assert account.generate(max_output_tokens=4).status == 200

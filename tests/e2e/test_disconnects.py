@@ -1,11 +1,9 @@
 """A client that leaves, in every phase and on every surface, ends its request at once and costs what had been generated."""
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 from tests.e2e.ending_stage import Stage, Surface, wait_until
-from tests.e2e.running_cell import running_cell
 from tests.e2e.scripted_engine import Script, ScriptedEngine
 from tests.e2e.sse_client import Call
 
@@ -21,19 +19,6 @@ STOPPED_S = 2.0
 """From leaving to an engine that runs nothing: far below what the request would have taken."""
 
 SURFACES: list[Surface] = ["native", "chat"]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def stage(engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    with running_cell(tmp_path_factory.mktemp("disconnects") / "state", engine=(engine.url,), config=CONFIG) as cell:
-        yield Stage(cell)
-        assert "Traceback" not in cell.tail()
 
 
 async def check_stopped(stage: Stage, engine: ScriptedEngine) -> None:

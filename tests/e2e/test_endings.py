@@ -36,19 +36,6 @@ SILENT = Script(first_ms=20_000)
 BUSY = Script(tokens=400, gap_ms=200)
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def stage(engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    with running_cell(tmp_path_factory.mktemp("endings") / "state", engine=(engine.url,), config=CONFIG) as cell:
-        yield Stage(cell)
-        assert "Traceback" not in cell.tail()
-
-
 # ── the engine's endings ─────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -1,10 +1,7 @@
 """A client that does not read is given up, one that reads slowly is served, and neither makes the platform hold its output."""
 
-from collections.abc import Iterator
-
 import pytest
 from tests.e2e.ending_stage import Stage, Surface, wait_until
-from tests.e2e.running_cell import running_cell
 from tests.e2e.scripted_engine import Script, ScriptedEngine
 
 GRACE_MS = 700
@@ -20,19 +17,6 @@ idle_ms = 20000
 WORD = " " + "w" * 2_000
 FLOOD = Script(tokens=20_000, word=WORD, note="flood")
 RECEIVE_BYTES = 4_096
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[ScriptedEngine]:
-    with ScriptedEngine() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def stage(engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    with running_cell(tmp_path_factory.mktemp("slow") / "state", engine=(engine.url,), config=CONFIG) as cell:
-        yield Stage(cell)
-        assert "Traceback" not in cell.tail()
 
 
 @pytest.mark.parametrize("surface", ["native", "chat"])

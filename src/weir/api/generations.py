@@ -36,6 +36,8 @@ _REQUEST_ID_ACCEPTED = "1 to 128 characters of A-Z a-z 0-9 . _ : -"
 MESSAGES_MAX = 10_000
 ROLES = ("system", "user", "assistant")
 
+SAMPLING_FIELDS = ("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+
 FIELDS = (
     "request_id",
     "model_alias",
@@ -43,12 +45,7 @@ FIELDS = (
     "max_output_tokens",
     "deadline_ms",
     "stream",
-    "temperature",
-    "top_p",
-    "seed",
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
+    *SAMPLING_FIELDS,
     "session",
     "retain",
 )
