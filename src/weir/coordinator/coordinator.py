@@ -28,6 +28,7 @@ from weir.coordinator.queries import Queries
 from weir.coordinator.rejections import RejectionCounter
 from weir.coordinator.sessions import LocalLink, Session, Sessions
 from weir.coordinator.settler import Settler
+from weir.coordinator.store_watch import StoreWatch
 from weir.core.admission import Admit, Asked, Bound, Door, decide
 from weir.core.endings import FinishReason
 from weir.core.ledger import reservation
@@ -64,8 +65,6 @@ from weir.ports import Clock, GatewayInbox
 from weir.telemetry import Telemetry
 from weir.units import Millis, ceil_ms_from_ns, ms_from_ns, ns_from_ms
 
-_TICK_S = 0.25
-_FLUSH_S = 1.0
 _LATE_RETRY_MS = 1_000
 
 
@@ -99,6 +98,14 @@ class Coordinator:
         self._queries = Queries(parts.clock, parts.book, parts.executions, self._ask_to_stop, self._start)
         self._sessions = Sessions()
         self._settler = Settler(parts.clock, parts.book, parts.journal, parts.executions, self._sessions, parts.telemetry)
+        self._store_watch = StoreWatch(
+            parts.clock,
+            ns_from_ms(parts.config.store_wait_ms),
+            parts.journal,
+            parts.executions,
+            self._settler,
+            self._ask_to_stop,
+        )
         self._queues: dict[str, DomainQueue[ExecutionId]] = {}
         self._queued: dict[ExecutionId, Execution] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -121,7 +128,7 @@ class Coordinator:
         """Write the journal and tick until `close`. A failure ends every task of the coordinator."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            loops = [tasks.create_task(self._tick_forever()), tasks.create_task(self._flush_forever())]
+            loops = [tasks.create_task(self._store_watch.run()), tasks.create_task(self._rejections.run())]
             await self._journal.run()
             for task in loops:
                 task.cancel()
@@ -235,7 +242,7 @@ class Coordinator:
     def _refusal_of_state(self) -> errors.WeirError | None:
         if self._draining or self._closed:
             return errors.Draining("The platform is draining.", retry_after_ms=_LATE_RETRY_MS)
-        if self._journal.late_ns() > ns_from_ms(self._config.store_wait_ms):
+        if self._store_watch.is_late:
             return errors.LedgerUnavailable("The ledger cannot be written now.", retry_after_ms=_LATE_RETRY_MS)
         return None
 
@@ -427,34 +434,6 @@ class Coordinator:
             return
         execution.stop_asked = reason
         self._sessions.deliver(execution, StopRequest(execution.acquire.ref, reason))
-
-    # ── lateness ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    async def _tick_forever(self) -> None:
-        while True:
-            await asyncio.sleep(_TICK_S)
-            if self._journal.late_ns() > ns_from_ms(self._config.store_wait_ms):
-                self._end_what_waits_for_the_store()
-
-    async def _flush_forever(self) -> None:
-        """Beside the tick, which must not wait for the store that it watches."""
-        while True:
-            await asyncio.sleep(_FLUSH_S)
-            await self._rejections.flush()
-
-    def _end_what_waits_for_the_store(self) -> None:
-        """The store is away longer than its bound: end what waits for it, by rule; what is decided lands when it is back."""
-        bound_ns = ns_from_ms(self._config.store_wait_ms)
-        for execution in self._executions.live:
-            if execution.end_record is None:
-                if not execution.hold_durable and self._clock.monotonic_ns() - execution.admitted_ns > bound_ns:
-                    self._ask_to_stop(execution, FinishReason.LEDGER_UNAVAILABLE)
-                continue
-            if self._clock.monotonic_ns() - execution.decided_ns <= bound_ns:
-                continue
-            if not execution.is_ended and not execution.given_up:
-                self._settler.give_up_completion(execution)
-            self._settler.answer_cancel_queries(execution)
 
     # ── small ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

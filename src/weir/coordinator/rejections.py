@@ -1,5 +1,6 @@
 """Rejections as counters per tenant, code and minute: no row, no prompt, bounded. Flushed to the store now and then."""
 
+import asyncio
 from collections import Counter
 
 from weir import errors
@@ -7,6 +8,7 @@ from weir.ports import Clock, LedgerStore
 from weir.units import Millis
 
 _MINUTE_MS = 60_000
+_FLUSH_S = 1.0
 _KEYS_MAX = 10_000
 _OTHER = "(other)"
 
@@ -28,6 +30,12 @@ class RejectionCounter:
         if key not in self._counts and len(self._counts) >= _KEYS_MAX:
             key = (_OTHER, code, 0)  # so few codes are there that these keys are bounded too
         self._counts[key] += number
+
+    async def run(self) -> None:
+        """Flush now and then until cancelled."""
+        while True:
+            await asyncio.sleep(_FLUSH_S)
+            await self.flush()
 
     async def flush(self) -> None:
         """Add the counts to the store's; what it does not take, or a cancel cuts short, is kept for the next flush."""
