@@ -126,6 +126,8 @@ e2e: setup models ## Real processes over HTTP
 .PHONY: soak
 soak: setup models ## Full sizes: five runs of `make test`, then the long tests
 	@for round in 1 2 3 4 5; do echo "── round $$round of 5"; $(MAKE) test; done
+	$(call say,fresh examples for every property)
+	@WEIR_SOAK=1 $(PYTEST) -n $(WORKERS) tests/property
 	$(call say,long tests)
 	@WEIR_SOAK=1 timeout --signal=INT --kill-after=60 14400 $(BIN)/python -m pytest -m slow tests
 

@@ -99,3 +99,16 @@ def test_rotation_ignores_a_flow_whose_turn_it_is_not() -> None:
     assert order.turn() == "b"
     order.left("b")
     assert order.turn() == "a"
+
+
+def test_a_domain_refuses_above_its_own_bounds() -> None:
+    """Protects memory: the domain's entries and bytes are bounded across tenants, and a place that is left can be taken."""
+    for bounds in (QueueBounds(entries_max=2, bytes_max=1_000), QueueBounds(entries_max=100, bytes_max=20)):
+        queue: DomainQueue[str] = DomainQueue(bounds)
+        for tenant in ("acme", "globex"):
+            assert queue.refusal(tenant, 10) is None
+            queue.push(tenant, tenant, 10)
+        refusal = queue.refusal("initech", 10)
+        assert refusal is not None and refusal.code == "queue_full" and refusal.retry_after_ms
+        assert queue.remove("acme", "acme")
+        assert queue.refusal("initech", 10) is None
