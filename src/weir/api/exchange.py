@@ -56,7 +56,8 @@ class HttpExchange:
         self._send = send
         self._clock = clock
         self._config = config
-        self._connection: Connection = scope["extensions"][SCOPE_KEY]["connection"]
+        # Taken out: a scope that keeps its connection, which keeps its scope, waits for the garbage collector.
+        self._connection: Connection = scope["extensions"].pop(SCOPE_KEY)["connection"]
         self._transport = self._connection.transport
         self.method: str = scope["method"]
         self.path: str = scope["path"]
