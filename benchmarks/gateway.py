@@ -81,7 +81,10 @@ def _check_machine(rows: Sequence[str], weir: Path) -> None:
 def _started(row: str, engine: Gateway, options: argparse.Namespace) -> AbstractContextManager[Gateway]:
     if row == "engine":
         return nullcontext(engine)
-    return run_nginx(engine.port) if row == "nginx" else run_weir(options.weir, engine.port, options.profile)
+    if row == "nginx":
+        return run_nginx(engine.port)
+    profiler: list[str | Path] = [sys.executable, "-m", "cProfile", "-o", PROFILE] if options.profile else []
+    return run_weir([*profiler, options.weir], engine.port)
 
 
 def _measure(console: Console, gateway: Gateway, engine_port: int, measures: Sequence[Measure]) -> dict[str, Any]:

@@ -179,14 +179,13 @@ def weir_configuration() -> str:
 
 
 @contextmanager
-def run_weir(weir: Path, engine_port: int, profiled: bool) -> Iterator[Gateway]:
-    """Weir in one process on an empty state directory, with a tenant of its own. profiled: under Python's profiler."""
+def run_weir(weir: Sequence[str | Path], engine_port: int, *arguments: str) -> Iterator[Gateway]:
+    """Weir in one process on an empty state directory, with a tenant of its own. weir: the command, with its program."""
     with TemporaryDirectory(prefix="weir-bench-") as folder:
         ready_file, configuration = Path(folder) / "ready", Path(folder) / "weir.toml"
         configuration.write_text(weir_configuration(), encoding="utf-8")
-        command: list[str | Path] = [sys.executable, "-m", "cProfile", "-o", PROFILE] if profiled else []
-        command += [weir, "up", "--engine", f"http://127.0.0.1:{engine_port}", "--state", Path(folder) / "state"]
-        command += ["--listen", "127.0.0.1:0", "--ready-file", ready_file, "--config", configuration]
+        command = [*weir, "up", "--engine", f"http://127.0.0.1:{engine_port}", "--state", Path(folder) / "state"]
+        command += ["--listen", "127.0.0.1:0", "--ready-file", ready_file, "--config", configuration, *arguments]
         with Program("weir", command, GATEWAY_CORE) as program:
             ready = program.wait_until(
                 lambda: json.loads(ready_file.read_text(encoding="utf-8")) if ready_file.exists() else None

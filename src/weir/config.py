@@ -26,8 +26,14 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "threads": (1, 1_024),
     "replicas": (1, 1_024),
     "backlog": (1, 65_535),
+    "retention_days": (2, 36_500),
+    "retries_min": (0, 65_536),
+    "retry_percent": (0, 100),
 }
 """Accepted ranges by key; a key ending in _ms takes 1 ms … 1 day, _bytes 1 byte … 64 GiB, others 1 … 2^31."""
+
+_TEXTS = {"api_key_file": "a path", "url": "a PostgreSQL URL"}
+"""What a key that takes text accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +66,21 @@ class CoordinatorConfig:
     remembered_executions: int = 10_000  # ended ones kept in memory for look-ups; older ones come from the store
     request_id_ms: Millis = 86_400_000  # how long an ended request id stays bound
     drain_grace_ms: Millis = 30_000
+    retries_min: int = 3  # per pool and window: a quiet pool may retry too; with retry_percent 0, nothing above it
+    retry_percent: int = 10  # of what was admitted to the pool: a failing pool is not loaded with its own failures
+    retry_window_ms: Millis = 10_000
 
     @property
     def queue_bounds(self) -> QueueBounds:
         """The bounds of each scheduling domain."""
         return QueueBounds(self.queue_entries_per_tenant, self.queue_entries, self.queue_bytes, self.queue_wait_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerConfig:
+    """What the ledger keeps in full. Balances and sums of usage are kept for ever."""
+
+    retention_days: int = 400  # a year and the month after it, for whoever checks an invoice; a request id needs two
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +110,13 @@ class PoolConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Where ledger and catalog are kept. url: a PostgreSQL database; None: SQLite in the state directory."""
+
+    url: str | None = None  # may hold a password: never printed
+
+
+@dataclass(frozen=True, slots=True)
 class LogConfig:
     """json: one object per line; false: text for a terminal."""
 
@@ -106,8 +129,10 @@ class WeirConfig:
 
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     pool: PoolConfig = field(default_factory=PoolConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 
@@ -147,7 +172,7 @@ def _value(where: str, key: str, kind: Any, value: Any) -> Any:
         return value
     if kind == str | None:
         if not isinstance(value, str) or not value:
-            raise _refuse(where, "a path", f"is {value!r}")
+            raise _refuse(where, _TEXTS[key], f"is {value!r}")
         return value
     low, high = _bounds_of(key)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -185,5 +210,5 @@ def read_api_key(config: EngineConfig) -> str | None:
 
 
 def environment_of_engine() -> dict[str, str]:
-    """The environment that engine processes start with: ours, without anything of Weir's own."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("WEIR_")}
+    """The environment that engine processes start with: ours, without anything of Weir's own or of its database's."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("WEIR_", "PG"))}

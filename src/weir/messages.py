@@ -91,7 +91,7 @@ class AttemptUsage(msgspec.Struct, frozen=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag="finish"):
-    """The gateway's account of an end. attempt: 0 when nothing was granted yet. usage: None where the engine never started."""
+    """The gateway's account of an end. attempt: 0 while nothing is granted. usage: None where the engine never started."""
 
     ref: int
     attempt: int

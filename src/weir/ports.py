@@ -11,7 +11,7 @@ from typing import Protocol
 
 from weir.core.endings import FinishReason
 from weir.core.ledger.records import ExecutionId, LedgerRecord
-from weir.core.registry.model import Alias, Pool, Revision
+from weir.core.registry.model import Alias, Pool, Revision, RevisionPrice
 from weir.core.registry.snapshot import Snapshot
 from weir.core.request import Message, Sampling
 from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Scope, Tenant
@@ -224,7 +224,10 @@ class StoredExecution:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What a coordinator needs to take over. next_seq: one above the last record's."""
+    """What a coordinator needs to take over. next_seq: one above the last record's.
+
+    balances: of windows that may still be present, by `floors_of(recent_since_ms)`.
+    """
 
     epoch: int
     next_seq: int
@@ -234,8 +237,31 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True)
+class LedgerReport:
+    """What a check of the whole ledger found. problems: each a sentence, at most a few of a kind; none when all is right."""
+
+    epoch: int
+    last_seq: int
+    holds: int
+    open_holds: int
+    settlements: int
+    rolled_up: int
+    late: int
+    balances: int
+    problems: tuple[str, ...] = ()
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every balance is the sum of its records, and every record keeps the ledger's rules."""
+        return not self.problems
+
+
+@dataclass(frozen=True, slots=True)
 class UsageQuery:
-    """Which usage rows to sum. Times are wall-clock milliseconds, from inclusive, to exclusive. group_by: columns."""
+    """Which usage rows to sum. Times are wall-clock milliseconds of the end, from inclusive, to exclusive. group_by: columns.
+
+    Of executions that were rolled up only the UTC day of the end is known, as its first millisecond.
+    """
 
     tenant: str | None = None
     from_ms: Millis | None = None
@@ -257,6 +283,7 @@ class UsageRow:
 
 
 USAGE_GROUPS = ("tenant", "application", "key", "alias", "revision", "day", "status", "workload_class")
+"""What usage can be grouped by. day: the budget day, in the tenant's time zone, that an execution's hold counts in."""
 
 
 class LedgerStore(Protocol):
@@ -276,6 +303,17 @@ class LedgerStore(Protocol):
 
     async def usage(self, query: UsageQuery) -> list[UsageRow]:
         """Sums over usage rows. Raises LedgerUnavailable."""
+        ...
+
+    async def verify(self) -> LedgerReport:
+        """Recount everything in one consistent read, also while another process writes. Raises LedgerUnavailable."""
+        ...
+
+    async def prune(self, epoch: int, before_ms: Millis, rows_max: int) -> int:
+        """Replace up to rows_max executions that ended before a time by their sums; how many. Sums and balances stay.
+
+        With the last of them late records and rejection counters of that age go too. Raises StaleEpoch, or LedgerUnavailable.
+        """
         ...
 
     async def count_rejections(self, counts: Sequence[tuple[str, str, Millis, int]]) -> None:
@@ -309,11 +347,15 @@ class Catalog:
     revisions: Sequence[Revision] = ()
     pools: Sequence[Pool] = ()
     limits: Sequence[tuple[Scope, Limits]] = ()
+    prices: Sequence[RevisionPrice] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogChange:
-    """Rows to insert or replace, in one transaction with their audit entry. limits: an empty entry removes the row."""
+    """Rows to insert or replace, in one transaction with their audit entry. limits: an empty entry removes the row.
+
+    A revision's price is kept in the schedule under its version, beside those before it.
+    """
 
     audit: AuditEntry
     tenants: Sequence[Tenant] = ()

@@ -14,7 +14,9 @@ a label of a histogram. Label children are bound once and kept. Gauges are read 
     weir_cancel_to_stopped_seconds{revision}                                  cancel decided → engine runs nothing
     weir_clamped_settlements_total{revision}                                  engine reported more than was held
     weir_late_settlements_total                                               settlements that came after resolution
+    weir_rolled_up_executions_total                                           past the retention, kept as sums only
     weir_unconfirmed_stops_total{revision}                                    engine did not confirm a stop within its bound
+    weir_retries_total{revision}                                              failed attempts that were queued again
     weir_requests_in_flight, weir_queue_entries, weir_open_holds, weir_journal_backlog, weir_lanes{revision, state}
 """
 
@@ -94,7 +96,9 @@ class Telemetry:
         self.goodput = self._counter("weir_goodput", "Completed requests that met both targets.", by_class)
         self.clamped = self._counter("weir_clamped_settlements", "Settlements clamped to their hold.", ("revision",))
         self.late = self._counter("weir_late_settlements", "Settlements that came after resolution.", ())
+        self.rolled_up = self._counter("weir_rolled_up_executions", "Executions past the retention, kept as sums.", ())
         self.unconfirmed = self._counter("weir_unconfirmed_stops", "Stops that the engine did not confirm.", ("revision",))
+        self.retries = self._counter("weir_retries", "Failed attempts that were queued again.", ("revision",))
         self.queue_wait = self._histogram("weir_queue_wait_seconds", "Read to dispatched.", by_class)
         self.ttft = self._histogram("weir_time_to_first_token_seconds", "Read to first output.", by_class)
         self.tpot = self._histogram("weir_time_per_output_token_seconds", "Per later token.", by_class, _TPOT_BUCKETS)

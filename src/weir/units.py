@@ -4,13 +4,21 @@ Tokens, micro-dollars (1 USD = 1,000,000), bytes, milliseconds and nanoseconds a
 unit in a signature, a suffix (`_ms`, `_ns`, `_bytes`, `_microusd`) names it in a variable. Nothing here rounds down money.
 """
 
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 Tokens: TypeAlias = int
 MicroDollars: TypeAlias = int
 Bytes: TypeAlias = int
 Millis: TypeAlias = int
 Nanos: TypeAlias = int
+
+
+class Moment(NamedTuple):
+    """One instant on both clocks: monotonic_ns for durations, wall_ms (Unix epoch) for budget windows and records."""
+
+    monotonic_ns: Nanos
+    wall_ms: Millis
+
 
 NANOS_PER_MILLI = 1_000_000
 NANOS_PER_SECOND = 1_000_000_000

@@ -23,7 +23,7 @@ from weir.core.registry.model import Alias, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import Role, ServiceClass
 from weir.messages import GenerationRecord
-from weir.ports import Acknowledgement
+from weir.ports import Acknowledgement, LedgerStore
 from weir.storage.memory import MemoryCatalog, MemoryLedger
 
 NOON_MS = 1_700_049_600_000  # 2023-11-15T12:00:00Z
@@ -61,8 +61,10 @@ class StandingCell:
     async def accounts(self, tenant: str) -> Sequence[dict[str, Any]]:
         if self.fault:
             raise self.fault
-        row = {"limit_name": "concurrency", "limit": 5, "held": 2, "spent": 0, "resets_at": None}
-        return [{"scope": {"tenant": tenant}, **row}]
+        scope = {"scope": {"tenant": tenant}}
+        flying = {"limit_name": "concurrency", "limit": 5, "held": 2, "spent": 0, "resets_at_ms": None}
+        budget = {"limit_name": "tokens_per_day", "limit": 99, "held": 7, "spent": 9, "resets_at_ms": NOON_MS + 43_200_000}
+        return [scope | flying, scope | budget]
 
     async def open_holds(self, tenant: str) -> int:
         return 2
@@ -161,7 +163,7 @@ async def standing() -> AsyncIterator[Stand]:
         yield made
 
 
-async def book_usage(ledger: MemoryLedger) -> None:
+async def book_usage(ledger: LedgerStore) -> None:
     """One settled request of acme at noon: 100 tokens in (40 cached), 50 out, 44 micro-dollars."""
     recovery = await ledger.open_epoch(0)
     execution = ExecutionId("acme", "r:1", 1)
@@ -186,7 +188,7 @@ async def book_usage(ledger: MemoryLedger) -> None:
         choices=1,
         price_version=1,
         held_microusd=60,
-        windows=(),
+        windows=("day/2023-11-15", "month/2023-11", "lifetime"),
         takes=(),
         deadline_at_ms=NOON_MS + 60_000,
         gateway_session="gateway",

@@ -1,4 +1,4 @@
-"""What the store suites share: records in one line, and both implementations behind one way to open them again."""
+"""What the store suites share: records in one line, and every implementation behind one way to open it again."""
 
 import tempfile
 from collections.abc import AsyncIterator
@@ -8,9 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
+from tests.postgres_server import shared_server
+
 from weir.core.endings import FinishReason, Status
 from weir.core.ledger.records import (
-    LIFETIME_WINDOW,
     BucketTake,
     ExecutionId,
     HoldRecord,
@@ -18,20 +19,23 @@ from weir.core.ledger.records import (
     SettleRecord,
     StepRecord,
     Timing,
-    WindowTake,
 )
 from weir.core.metering import Basis, InputBasis
 from weir.core.tenancy import ServiceClass
 from weir.storage.database import open_sqlite
 from weir.storage.memory import MemoryCatalog, MemoryLedger
+from weir.storage.postgres_catalog import PostgresCatalog
+from weir.storage.postgres_ledger import PostgresLedger
 from weir.storage.sqlite_catalog import SqliteCatalog
 from weir.storage.sqlite_ledger import SqliteLedger
 
-AnyLedger: TypeAlias = MemoryLedger | SqliteLedger
-AnyCatalog: TypeAlias = MemoryCatalog | SqliteCatalog
+AnyLedger: TypeAlias = MemoryLedger | SqliteLedger | PostgresLedger
+AnyCatalog: TypeAlias = MemoryCatalog | SqliteCatalog | PostgresCatalog
 
-KINDS = ("memory", "sqlite")
+KINDS = ("memory", "sqlite", "postgres")
 T0_MS = 1_767_225_600_000  # 2026-01-01T00:00:00Z
+WINDOWS = ("day/2026-01-01", "month/2026-01", "lifetime")
+NEXT_DAY = ("day/2026-01-02", "month/2026-01", "lifetime")
 TAKES = (
     BucketTake(None, None, None, "requests_per_minute", 1),
     BucketTake("app", "key", None, "tokens_per_minute", 300),
@@ -61,17 +65,20 @@ class Cell:
     directory: Path
     lock_wait_ms: int = 1_000
     path: Path = field(init=False)
+    url: str = field(init=False)
 
     def __post_init__(self) -> None:
         self._memory = MemoryLedger()
         self._memory_catalog = MemoryCatalog()
         if self.kind == "sqlite":
             self.path = migrated_database(self.directory)
+        elif self.kind == "postgres":
+            self.url = shared_server().migrated_database()
 
     @asynccontextmanager
     async def ledger(self) -> AsyncIterator[AnyLedger]:
         """The ledger, closed at the end."""
-        ledger: AnyLedger = self._memory if self.kind == "memory" else SqliteLedger(self.path, self.lock_wait_ms)
+        ledger = self._ledger()
         try:
             yield ledger
         finally:
@@ -80,11 +87,21 @@ class Cell:
     @asynccontextmanager
     async def catalog(self) -> AsyncIterator[AnyCatalog]:
         """The catalog, closed at the end."""
-        catalog: AnyCatalog = self._memory_catalog if self.kind == "memory" else SqliteCatalog(self.path)
+        catalog = self._catalog()
         try:
             yield catalog
         finally:
             await catalog.aclose()
+
+    def _ledger(self) -> AnyLedger:
+        if self.kind == "memory":
+            return self._memory
+        return SqliteLedger(self.path, self.lock_wait_ms) if self.kind == "sqlite" else PostgresLedger(self.url)
+
+    def _catalog(self) -> AnyCatalog:
+        if self.kind == "memory":
+            return self._memory_catalog
+        return SqliteCatalog(self.path) if self.kind == "sqlite" else PostgresCatalog(self.url)
 
 
 def execution(request_id: str = "r", number: int = 1, tenant: str = "acme") -> ExecutionId:
@@ -93,7 +110,7 @@ def execution(request_id: str = "r", number: int = 1, tenant: str = "acme") -> E
 
 
 def hold(
-    seq: int, named: ExecutionId, *, at_ms: int = T0_MS, key: str = "key", windows: tuple[str, ...] = (LIFETIME_WINDOW,)
+    seq: int, named: ExecutionId, *, at_ms: int = T0_MS, key: str = "key", windows: tuple[str, ...] = WINDOWS
 ) -> HoldRecord:
     """A hold of 100 input and 200 output tokens, worth 5,000 micro-dollars."""
     return HoldRecord(
@@ -117,7 +134,7 @@ def hold(
         choices=2,
         price_version=7,
         held_microusd=5_000,
-        windows=tuple(WindowTake(window, 5_000, 300) for window in windows),
+        windows=windows,
         takes=TAKES,
         deadline_at_ms=at_ms + 60_000,
         gateway_session="gateway-1",

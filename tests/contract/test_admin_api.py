@@ -1,18 +1,23 @@
 """Protects the management API's routes over a real socket: good input, bad input, reports."""
 
+import io
+import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
-from tests.contract.admin_stand import Stand, book_usage, standing
+from tests.contract.admin_stand import REVISION, Stand, book_usage, standing
 
 from weir import errors
 from weir.api.admin_views import generation_view
 from weir.api.generations import generation_body
+from weir.control.bootstrap import bootstrap
+from weir.control.declared_models import DeclaredModels
 from weir.core.endings import FinishReason, Status
 from weir.core.ledger.records import Timing
-from weir.core.tenancy import ENFORCED_LIMITS, PLANNED_LIMITS, Role
+from weir.core.tenancy import LIMIT_NAMES, Role
 from weir.messages import GenerationRecord
 
 
@@ -44,6 +49,7 @@ async def test_a_tenants_life(stand: Stand) -> None:
     assert (status, problem["code"]) == (403, "revoked")
 
 
+PRICE = {"input_microusd": 300_000, "cached_input_microusd": 30_000, "output_microusd": 900_000}
 BAD_INPUT: tuple[tuple[str, str, Any, str, str | None], ...] = (
     ("POST", "tenants", {"name": "Bad Name"}, "invalid_request", "name"),
     ("POST", "tenants", {"name": 5}, "invalid_request", "name"),
@@ -91,12 +97,20 @@ BAD_INPUT: tuple[tuple[str, str, Any, str, str | None], ...] = (
     ("PUT", "limits", {"scope": {"tenant": "acme"}, "concurrency": "1"}, "invalid_request", "concurrency"),
     ("PUT", "limits", {"scope": {"tenant": "acme"}, "concurrency": 2**63}, "invalid_request", "concurrency"),
     ("PUT", "limits", {"scope": {"tenant": "acme"}, "requests": 1}, "invalid_request", "requests"),
-    ("PUT", "limits", {"scope": {"tenant": "acme"}, PLANNED_LIMITS[0]: 1}, "unsupported_field", PLANNED_LIMITS[0]),
+    ("PUT", "revisions/nothing/price", PRICE, "not_found", None),
+    ("PUT", "revisions/small-1/price", PRICE | {"output_microusd": -1}, "invalid_request", "output_microusd"),
+    ("PUT", "revisions/small-1/price", PRICE | {"output_microusd": 10**9 + 1}, "invalid_request", "output_microusd"),
+    ("PUT", "revisions/small-1/price", PRICE | {"output_microusd": True}, "invalid_request", "output_microusd"),
+    ("PUT", "revisions/small-1/price", PRICE | {"output_microusd": 1.5}, "invalid_request", "output_microusd"),
+    ("PUT", "revisions/small-1/price", PRICE | {"output_microusd": None}, "invalid_request", "output_microusd"),
+    ("PUT", "revisions/small-1/price", {"input_microusd": 1}, "invalid_request", "cached_input_microusd"),
+    ("PUT", "revisions/small-1/price", PRICE | {"currency": "EUR"}, "invalid_request", "currency"),
     ("GET", "limits?tenant=nobody", None, "not_found", None),
     ("GET", "limits?user=x", None, "invalid_request", "user"),
     ("GET", "usage?tenant=nobody", None, "not_found", None),
     ("GET", "usage?group_by=colour", None, "invalid_request", "group_by"),
     ("GET", "usage?group_by=day,day", None, "invalid_request", "group_by"),
+    ("GET", "usage?format=xml", None, "invalid_request", "format"),
     ("GET", "usage?since=2023-11-15", None, "invalid_request", "since"),
     ("GET", "usage?from=yesterday", None, "invalid_request", "from"),
     ("GET", "usage?to=2023-11-15T12:00:00", None, "invalid_request", "to"),
@@ -188,7 +202,7 @@ async def test_limits_merge_and_read_back_as_set(stand: Stand) -> None:
     assert await stand.good("GET", "/admin/v1/limits", params=query | {"key": ""}) == {"limits": [entry]}
     both = (await stand.good("GET", "/admin/v1/limits?tenant=acme"))["limits"]
     assert [found["scope"] for found in both] == [{"tenant": "acme"}, scope]
-    removed = dict.fromkeys((*ENFORCED_LIMITS, *PLANNED_LIMITS))
+    removed = dict.fromkeys(LIMIT_NAMES)
     assert await stand.good("PUT", "/admin/v1/limits", {"scope": scope, **removed}) == {"scope": scope}
     assert await stand.good("GET", "/admin/v1/limits", params=query) == {"limits": []}
 
@@ -210,6 +224,64 @@ async def test_a_change_that_a_part_has_not_acknowledged_answers_202_with_the_wh
     entry = await stand.good("PUT", "/admin/v1/limits", {"scope": {"tenant": "acme"}, "concurrency": 2}, 202)
     assert entry["pending"] == ["gateway-2"] and entry["concurrency"] == 2
     assert "pending" not in (await stand.good("GET", "/admin/v1/limits?tenant=acme"))["limits"][0]
+
+
+async def test_every_limit_is_set_and_read_back_as_set(stand: Stand) -> None:
+    """Protects all nine limits: each is stored beside the others, in the order of the contract, up to the largest amount."""
+    amounts = {name: 2**63 - 1 - number for number, name in enumerate(LIMIT_NAMES)}
+    for name, amount in amounts.items():
+        await stand.good("PUT", "/admin/v1/limits", {"scope": {"tenant": "globex"}, name: amount})
+    [entry] = (await stand.good("GET", "/admin/v1/limits?tenant=globex"))["limits"]
+    assert entry == {"scope": {"tenant": "globex"}, **amounts}
+    [published] = [limits for scope, limits in stand.published[-1].limits.items() if scope.tenant == "globex"]
+    assert {name: getattr(published, name) for name in LIMIT_NAMES} == amounts
+
+
+async def test_the_audit_trail_shows_each_limit_before_and_after(stand: Stand) -> None:
+    """Protects whoever asks who changed a limit: only what changed, from what, to what; no change is no entry."""
+    scope = {"scope": {"tenant": "acme", "application": "assistant"}}
+    for change in ({"concurrency": 2, "tokens_per_day": 0}, {"concurrency": 3, "tokens_per_day": 0}, {"concurrency": None}, {}):
+        await stand.good("PUT", "/admin/v1/limits", scope | change)
+    entries = (await stand.good("GET", "/admin/v1/audit?limit=4"))["entries"]
+    assert [entry["summary"] for entry in entries[:3]] == [
+        {"concurrency": [3, None]},
+        {"concurrency": [2, 3]},
+        {"concurrency": [None, 2], "tokens_per_day": [None, 0]},
+    ]
+    assert {entry["subject"] for entry in entries[:3]} == {"tenant=acme/application=assistant"}
+    assert entries[3]["action"] != "limits.put"
+
+
+# ── prices ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_price_is_set_shown_with_its_schedule_published_and_audited(stand: Stand) -> None:
+    """Protects prices: a new version beside the old ones, in force in the snapshot, and nothing for an unchanged one."""
+    first = {"version": 1, "input_microusd": 200_000, "cached_input_microusd": 50_000, "output_microusd": 600_000}
+    [revision] = (await stand.good("GET", "/admin/v1/revisions"))["revisions"]
+    assert revision == {"id": "small-1", "engine": "simulated", "revoked": False, "price": first, "prices": [first]}
+    second = {"version": 2, **PRICE}
+    path = "/admin/v1/revisions/small-1/price"
+    for _ in range(2):
+        assert await stand.good("PUT", path, PRICE, role=Role.RELEASER) == {"revision": "small-1", "price": second}
+    [revision] = (await stand.good("GET", "/admin/v1/revisions"))["revisions"]
+    assert (revision["price"], revision["prices"]) == (second, [first, second])
+    snapshot = stand.published[-1]
+    assert snapshot.revisions["small-1"].price.version == 2 and snapshot.price_of("small-1", 1).output_microusd == 600_000
+    entries = (await stand.good("GET", "/admin/v1/audit?limit=2"))["entries"]
+    assert [entry["action"] for entry in entries].count("price.set") == 1
+    assert entries[0]["subject"] == "small-1" and entries[0]["summary"] | second == entries[0]["summary"]
+    stand.pending = ("gateway-2",)
+    assert (await stand.good("PUT", path, PRICE | {"output_microusd": 1}, 202))["pending"] == ["gateway-2"]
+
+
+async def test_a_revision_whose_id_has_slashes_has_a_price(stand: Stand) -> None:
+    """Protects models that are named as their hub names them, written either way in a path."""
+    other = replace(REVISION, id="org/small@1")
+    await bootstrap(stand.commands, DeclaredModels((other,)), {})
+    for number, name in enumerate(("org/small@1", "org%2Fsmall%401")):
+        answer = await stand.good("PUT", f"/admin/v1/revisions/{name}/price", PRICE | {"output_microusd": number})
+        assert (answer["revision"], answer["price"]["version"]) == ("org/small@1", number + 2)
 
 
 # ── reports ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -243,11 +315,69 @@ async def test_usage_sums_by_group_within_the_half_open_range(stand: Stand) -> N
     assert (await stand.good("GET", "/admin/v1/usage?tenant=globex&group_by=tenant"))["rows"] == []
 
 
+GROUPS = "tenant,application,key,alias,revision,day,status,workload_class"
+CSV = f"""{GROUPS},requests,input_tokens,cached_input_tokens,output_tokens,cost_microusd,platform_cost_microusd
+acme,assistant,k,assistant,small-1,2023-11-15,completed,short,1,100,40,50,44,0
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "accept"),
+    [
+        ({"format": "csv"}, "application/json"),
+        ({}, "text/csv"),
+        ({}, "text/html, Text/CSV;q=0.9, */*"),
+        ({"format": ""}, "text/csv"),
+    ],
+)
+async def test_usage_as_csv(stand: Stand, asked: dict[str, str], accept: str) -> None:
+    """Protects spreadsheets and invoices: stable columns, whole micro-dollars, by name or by media type."""
+    await book_usage(stand.ledger)
+    answer = await stand.call("GET", "/admin/v1/usage", params={"group_by": GROUPS, **asked}, headers={"accept": accept})
+    assert answer.status_code == 200 and answer.headers["content-type"] == "text/csv; charset=utf-8"
+    assert answer.headers["content-disposition"] == "attachment; filename=usage.csv"
+    assert answer.text == CSV
+
+
+@pytest.mark.parametrize("accept", ["", "*/*", "application/json, text/csv", "text/html"])
+async def test_usage_is_json_unless_a_file_is_wanted(stand: Stand, accept: str) -> None:
+    """Protects clients that accept anything."""
+    assert await stand.good("GET", "/admin/v1/usage", headers={"accept": accept}) == {"rows": []}
+
+
+async def test_an_empty_report_is_a_file_with_its_columns(stand: Stand) -> None:
+    """Protects scripts from a file without a header."""
+    answer = await stand.call("GET", "/admin/v1/usage?format=csv&group_by=day")
+    assert answer.text.count("\n") == 1 and answer.text.startswith("day,requests,")
+
+
+async def test_usage_as_parquet(stand: Stand) -> None:
+    """Protects whoever loads usage into a warehouse: the columns of the CSV, sums as 64-bit integers."""
+    parquet: Any = pytest.importorskip("pyarrow.parquet")
+    await book_usage(stand.ledger)
+    answer = await stand.call("GET", f"/admin/v1/usage?format=parquet&group_by={GROUPS}")
+    assert answer.headers["content-type"] == "application/vnd.apache.parquet"
+    table = parquet.read_table(io.BytesIO(answer.content))
+    header, line = CSV.splitlines()
+    assert table.column_names == header.split(",")
+    assert [str(value) for value in table.to_pylist()[0].values()] == line.split(",") and table.num_rows == 1
+    assert [str(kind) for kind in table.schema.types] == ["string"] * 8 + ["int64"] * 6
+
+
+async def test_parquet_without_its_extra_says_which_one(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Protects an operator from guessing what is missing."""
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    status, problem = await stand.bad("GET", "/admin/v1/usage?format=parquet")
+    assert (status, problem["code"], problem["field"]) == (400, "unsupported_field", "format")
+    assert "weir[parquet]" in problem["detail"] and problem["accepted"] == ["json", "csv"]
+
+
 async def test_the_cell_is_shown_as_it_stands(stand: Stand) -> None:
     """Protects the reports that come from the running cell."""
     ledger = await stand.good("GET", "/admin/v1/ledger?tenant=acme")
-    account = {"scope": {"tenant": "acme"}, "kind": "concurrency", "limit": 5, "held": 2, "spent": 0, "resets_at": None}
-    assert ledger == {"accounts": [account], "open_holds": 2}
+    flying = {"scope": {"tenant": "acme"}, "kind": "concurrency", "limit": 5, "held": 2, "spent": 0, "resets_at": None}
+    budget = {"scope": {"tenant": "acme"}, "kind": "tokens_per_day", "limit": 99, "held": 7, "spent": 9}
+    assert ledger == {"accounts": [flying, budget | {"resets_at": "2023-11-16T00:00:00.000Z"}], "open_holds": 2}
     [replica] = (await stand.good("GET", "/admin/v1/replicas"))["replicas"]
     assert (replica["state"], replica["concurrency"], replica["running"]) == ("ready", 4, 1)
     assert replica["capabilities"] == {"cache_salt": True, "continuous_usage": False, "counts_tokens": True}

@@ -11,7 +11,7 @@ from weir import errors
 from weir.api.admin_auth import authenticate
 from weir.api.admin_bodies import parse_time
 from weir.control.commands import Commands
-from weir.core.tenancy import ENFORCED_LIMITS, Role
+from weir.core.tenancy import LIMIT_NAMES, Role
 from weir.ports import Catalog
 from weir.storage.memory import MemoryCatalog
 
@@ -36,6 +36,7 @@ READS = (
     "replicas",
     "pools",
     "audit",
+    "revisions",
     "generations/acme/r:1",
 )
 CHANGES: tuple[tuple[str, str, Any], ...] = (
@@ -47,6 +48,13 @@ CHANGES: tuple[tuple[str, str, Any], ...] = (
     ("POST", "tenants/acme/applications/assistant/keys", None),
     ("DELETE", "tenants/acme/applications/assistant/keys/{key}", None),
     ("PUT", "limits", {"scope": {"tenant": "acme"}, "concurrency": 9}),
+)
+RELEASERS: tuple[tuple[str, str, Any], ...] = (
+    (
+        "PUT",
+        "revisions/small-1/price",
+        {"input_microusd": 1, "cached_input_microusd": 1, "output_microusd": 1},
+    ),
 )
 OWNERS: tuple[tuple[str, str, Any], ...] = (
     ("GET", "admin-keys", None),
@@ -67,6 +75,8 @@ async def test_each_role_may_do_its_own_and_nothing_more(stand: Stand, role: Rol
     may_read, may_change = role is not None, role not in (None, Role.VIEWER)
     requests = [("GET", path, None, may_read) for path in READS]
     requests += [(method, path, body, may_change) for method, path, body in CHANGES]
+    may_release = role in (Role.RELEASER, Role.APPROVER, Role.OWNER)
+    requests += [(method, path, body, may_release) for method, path, body in RELEASERS]
     requests += [(method, path, body, role is Role.OWNER) for method, path, body in OWNERS]
     for method, path, body, allowed in requests:
         answer = await stand.call(method, "/admin/v1/" + path.format(**names), body, role)
@@ -82,7 +92,7 @@ async def test_the_role_matrix_covers_every_route(stand: Stand) -> None:
     """Protects the role matrix from forgetting a new route."""
     document = await stand.good("GET", "/admin/openapi.json", role=None)
     routes = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
-    covered = len(READS) + len(CHANGES) + len(OWNERS)
+    covered = len(READS) + len(CHANGES) + len(RELEASERS) + len(OWNERS)
     assert len(routes) == covered
 
 
@@ -195,7 +205,7 @@ async def test_the_document_describes_every_route_and_no_page_loads_from_elsewhe
     document = await stand.good("GET", "/admin/openapi.json", role=None)
     assert document["openapi"].startswith("3.1") and "HTTPValidationError" not in json.dumps(document)
     limits = document["components"]["schemas"]["LimitsBody"]
-    assert set(limits["properties"]) == {"scope", *ENFORCED_LIMITS} and limits["additionalProperties"] is False
+    assert set(limits["properties"]) == {"scope", *LIMIT_NAMES} and limits["additionalProperties"] is False
     for page in ("/docs", "/redoc", "/admin/docs"):
         assert (await stand.call("GET", page)).status_code == 404
 

@@ -1,4 +1,4 @@
-"""The contract of ControlStore, on memory and on SQLite: every field comes back, versions fence, the audit is in order."""
+"""The contract of ControlStore, on every store: every field comes back, versions fence, the audit is in order."""
 
 import asyncio
 import sqlite3
@@ -12,15 +12,19 @@ from tests.contract.stores import KINDS, T0_MS, AnyCatalog, Cell
 
 from weir import errors
 from weir.core.metering import Price
-from weir.core.registry.model import Alias, EngineKind, Pool, Revision
+from weir.core.registry.model import Alias, EngineKind, Pool, Revision, RevisionPrice
 from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Role, Scope, ServiceClass, Tenant
+from weir.core.windows import FormerZone
 from weir.ports import AuditEntry, Catalog, CatalogChange
 from weir.units import INT64_MAX
 
 AUDIT = AuditEntry(T0_MS, "ada", "tenant.create", "acme", '{"time_zone": "Europe/Berlin"}')
 FULL = CatalogChange(
     AUDIT,
-    tenants=[Tenant("acme", "Europe/Berlin", disabled=True, revoked=True, external_allowed=True), Tenant("globex")],
+    tenants=[
+        Tenant("acme", "Europe/Berlin", True, True, True, (FormerZone("UTC", T0_MS), FormerZone("Asia/Tokyo", T0_MS + 1))),
+        Tenant("globex"),
+    ],
     applications=[
         Application("acme", "all"),
         Application("acme", "none", aliases=frozenset()),
@@ -38,7 +42,7 @@ FULL = CatalogChange(
         Pool("pool-2", "rev-2", 0, 1, ("http://127.0.0.1:1",), on_demand=True, idle_stop_ms=5),
     ],
     limits=[
-        (Scope("acme"), Limits(1, 2, 0, INT64_MAX)),
+        (Scope("acme"), Limits(1, 2, 0, INT64_MAX, 3, 4, 5, 6, 7)),
         (Scope("acme", alias="assistant"), Limits(concurrency=3)),
         (Scope("acme", "all"), Limits(tokens_per_minute=5)),
         (Scope("acme", "all", "0a", "assistant"), Limits(spend_microusd_lifetime=0)),
@@ -58,20 +62,19 @@ async def catalog(cell: Cell) -> AsyncIterator[AnyCatalog]:
 
 
 def content(catalog: Catalog | CatalogChange) -> dict[str, list[object]]:
-    return {
-        field.name: list(getattr(catalog, field.name)) for field in fields(catalog) if field.name not in ("version", "audit")
-    }
+    return {field.name: list(getattr(catalog, field.name)) for field in fields(CatalogChange) if field.name != "audit"}
 
 
 async def test_every_field_comes_back_after_a_restart(cell: Cell) -> None:
     """Protects: what is set is what is read, each field of each kind, ordered by key."""
     async with cell.catalog() as before:
-        assert await before.load() == Catalog(version=0, **{name: [] for name in content(FULL)})
+        assert await before.load() == Catalog(version=0, prices=[], **{name: [] for name in content(FULL)})
         assert await before.apply(0, FULL) == 1
     async with cell.catalog() as after:
         loaded = await after.load()
         assert loaded.version == 1
         assert content(loaded) == content(FULL)
+        assert loaded.prices == [RevisionPrice(revision.id, revision.price) for revision in FULL.revisions]
         assert await after.audit(10) == [AUDIT]
 
 
@@ -103,6 +106,19 @@ async def test_a_change_on_another_version_is_refused_whole(catalog: AnyCatalog)
     loaded = await catalog.load()
     assert (loaded.version, content(loaded)) == (1, content(FULL))
     assert await catalog.audit(10) == [AUDIT]
+
+
+async def test_prices_are_kept_by_version_and_never_changed(catalog: AnyCatalog) -> None:
+    """Protects: a hold's price can be found as long as it may be asked for; another price needs another version."""
+    await catalog.apply(0, FULL)
+    first, *_ = FULL.revisions
+    dearer = replace(first, price=replace(first.price, version=4, output_microusd=7))
+    assert await catalog.apply(1, CatalogChange(AUDIT, revisions=[dearer])) == 2
+    with pytest.raises(AssertionError):
+        await catalog.apply(2, CatalogChange(AUDIT, revisions=[replace(dearer, price=replace(dearer.price, input_microusd=8))]))
+    loaded = await catalog.load()
+    assert loaded.revisions[0] == dearer
+    assert [entry.price for entry in loaded.prices if entry.revision == first.id] == [first.price, dearer.price]
 
 
 async def test_of_concurrent_changes_one_wins(catalog: AnyCatalog) -> None:

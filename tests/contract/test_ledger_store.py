@@ -1,4 +1,4 @@
-"""The contract of LedgerStore, on memory and on SQLite: order, atomicity, fencing, recovery, sums."""
+"""The contract of LedgerStore, on memory, SQLite and PostgreSQL: order, atomicity, fencing, recovery, sums."""
 
 import asyncio
 import tempfile
@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.contract.stores import (
     KINDS,
+    NEXT_DAY,
     T0_MS,
     TAKES,
+    WINDOWS,
     AnyLedger,
     Cell,
     execution,
@@ -28,7 +30,7 @@ from weir.core.endings import FinishReason, Status
 from weir.core.ledger.records import EndRecord, ExecutionId, HoldRecord, LedgerRecord, SettleRecord, Timing
 from weir.core.metering import Basis
 from weir.messages import GenerationRecord
-from weir.ports import USAGE_GROUPS, LeafBalance, LedgerStore, RecentTake, Recovery, UsageQuery, UsageRow
+from weir.ports import USAGE_GROUPS, LeafBalance, LedgerReport, LedgerStore, RecentTake, Recovery, UsageQuery, UsageRow
 from weir.storage.memory import MemoryLedger
 
 REPOSITORY = Path(__file__).parents[2]
@@ -161,7 +163,7 @@ async def test_a_group_written_again_changes_nothing(ledger: AnyLedger) -> None:
     await ledger.write(epoch, [*group, hold(4, execution("next"))])
     recovery = await ledger.open_epoch(0)
     assert recovery.next_seq == 5
-    assert recovery.balances == [LeafBalance("acme", "app", "key", "assistant", "lifetime", 40, 100)]
+    assert recovery.balances == [LeafBalance("acme", "app", "key", "assistant", window, 40, 100) for window in sorted(WINDOWS)]
     assert await ledger.late_records() == 0
 
 
@@ -176,7 +178,7 @@ async def test_the_first_end_counts_and_later_ones_are_kept_aside(ledger: AnyLed
     assert (found.record.status, found.record.cost_microusd) == (Status.COMPLETED, 40)
     recovery = await ledger.open_epoch(0)
     assert recovery.next_seq == 7
-    assert [balance.spent_microusd for balance in recovery.balances] == [40]
+    assert [balance.spent_microusd for balance in recovery.balances] == [40, 40, 40]
     assert (await ledger.usage(UsageQuery()))[0].requests == 1
 
 
@@ -217,15 +219,22 @@ async def test_each_budget_window_of_a_hold_is_posted(ledger: LedgerStore) -> No
     """Protects: a settlement charges every window in which its hold was taken, and a free one none."""
     epoch = (await ledger.open_epoch(0)).epoch
     names = [execution(f"r{i}") for i in range(3)]
-    windows = ("lifetime", "day 2026-01-01")
-    await ledger.write(
-        epoch, [hold(1, names[0], windows=windows), hold(2, names[1]), hold(3, names[2], windows=("never charged",))]
-    )
+    await ledger.write(epoch, [hold(1, names[0]), hold(2, names[1], windows=NEXT_DAY), hold(3, names[2])])
     await ledger.write(epoch, [settle(4, names[0], cost=10), settle(5, names[1], cost=5), release(6, names[2])])
-    assert (await ledger.open_epoch(0)).balances == [
-        LeafBalance("acme", "app", "key", "assistant", "day 2026-01-01", 10, 100),
-        LeafBalance("acme", "app", "key", "assistant", "lifetime", 15, 200),
-    ]
+    first, second, month, lifetime = (
+        LeafBalance("acme", "app", "key", "assistant", *posted)
+        for posted in (
+            ("day/2026-01-01", 10, 100),
+            ("day/2026-01-02", 5, 100),
+            ("month/2026-01", 15, 200),
+            ("lifetime", 15, 200),
+        )
+    )
+    assert sorted((await ledger.open_epoch(0)).balances, key=repr) == sorted([first, second, month, lifetime], key=repr)
+    day_ms = 86_400_000
+    present = (await ledger.open_epoch(T0_MS + 3 * day_ms)).balances
+    assert sorted(present, key=repr) == sorted([second, month, lifetime], key=repr)
+    assert (await ledger.open_epoch(T0_MS + 90 * day_ms)).balances == [lifetime]
 
 
 async def test_usage_is_grouped_bounded_and_refuses_other_columns(ledger: LedgerStore) -> None:
@@ -234,14 +243,14 @@ async def test_usage_is_grouped_bounded_and_refuses_other_columns(ledger: Ledger
     assert await ledger.usage(UsageQuery()) == []
     day_ms = 86_400_000
     ends = [
-        ("a", "acme", T0_MS),
-        ("b", "acme", T0_MS + day_ms - 1),
-        ("c", "acme", T0_MS + day_ms),
-        ("d", "globex", T0_MS + day_ms),
+        ("a", "acme", T0_MS, WINDOWS),
+        ("b", "acme", T0_MS + day_ms - 1, WINDOWS),
+        ("c", "acme", T0_MS + day_ms, NEXT_DAY),
+        ("d", "globex", T0_MS + day_ms, NEXT_DAY),
     ]
-    for i, (name, tenant, at_ms) in enumerate(ends):
+    for i, (name, tenant, at_ms, windows) in enumerate(ends):
         named = execution(name, tenant=tenant)
-        await ledger.write(epoch, [hold(2 * i + 1, named), settle(2 * i + 2, named, at_ms=at_ms)])
+        await ledger.write(epoch, [hold(2 * i + 1, named, windows=windows), settle(2 * i + 2, named, at_ms=at_ms)])
     await ledger.write(epoch, [hold(20, execution("open")), hold(21, execution("idle")), release(22, execution("idle"))])
     by_day = await ledger.usage(UsageQuery(tenant="acme", group_by=("day", "status")))
     assert by_day == [
@@ -256,6 +265,55 @@ async def test_usage_is_grouped_bounded_and_refuses_other_columns(ledger: Ledger
     assert sum(row.requests for row in everything) == 5
     with pytest.raises(errors.InvalidRequest):
         await ledger.usage(UsageQuery(group_by=("body_digest",)))
+
+
+async def test_usage_by_day_follows_the_budget_window_of_the_hold(ledger: LedgerStore) -> None:
+    """Protects: what a day's budget was charged is what usage shows for that day, also where the end came after midnight."""
+    epoch = (await ledger.open_epoch(0)).epoch
+    named = execution()
+    await ledger.write(epoch, [hold(1, named), settle(2, named, at_ms=T0_MS + 90_000_000)])
+    assert [row.group for row in await ledger.usage(UsageQuery(group_by=("day",)))] == [{"day": "2026-01-01"}]
+
+
+async def test_a_whole_ledger_is_checked(ledger: LedgerStore) -> None:
+    """Protects: a clean ledger is called clean, with its figures."""
+    epoch = (await ledger.open_epoch(0)).epoch
+    names = [execution(f"r{i}") for i in range(3)]
+    await ledger.write(epoch, [hold(1, names[0]), hold(2, names[1]), step(3, names[0]), settle(4, names[0]), hold(5, names[2])])
+    await ledger.write(epoch, [release(6, names[1]), settle(7, names[0])])
+    report = await ledger.verify()
+    assert report == LedgerReport(epoch, 7, holds=3, open_holds=1, settlements=2, rolled_up=0, late=1, balances=3)
+    assert report.is_clean
+
+
+async def test_what_is_past_the_retention_is_rolled_up_and_every_sum_stays(ledger: AnyLedger) -> None:
+    """Protects: pruning is bounded and fenced, forgets executions and their ids, and changes no usage and no balance."""
+    epoch = (await ledger.open_epoch(0)).epoch
+    day_ms = 86_400_000
+    names = [execution(f"r{i}") for i in range(5)]
+    for i, named in enumerate(names[:4]):
+        await ledger.write(epoch, [hold(3 * i + 1, named), step(3 * i + 2, named)])
+        await ledger.write(epoch, [settle(3 * i + 3, named, at_ms=T0_MS + i * day_ms // 2, cost=40)])
+    await ledger.write(epoch, [hold(20, names[4]), settle(21, names[0], at_ms=T0_MS + 10)])
+    await ledger.count_rejections([("acme", "queue_full", T0_MS, 2), ("acme", "queue_full", T0_MS + day_ms, 1)])
+    queries = [UsageQuery(), UsageQuery(group_by=USAGE_GROUPS), UsageQuery(tenant="acme", from_ms=T0_MS + day_ms)]
+    before = [await ledger.usage(query) for query in queries]
+    balances = (await ledger.open_epoch(0)).balances
+    epoch += 1
+    with pytest.raises(errors.StaleEpoch):
+        await ledger.prune(epoch - 1, T0_MS + day_ms, 10)
+    assert [await ledger.prune(epoch, T0_MS + day_ms, 1) for _ in range(3)] == [1, 1, 0]
+    assert [await ledger.usage(query) for query in queries] == before
+    report = await ledger.verify()
+    assert (report.is_clean, report.holds, report.settlements, report.rolled_up, report.late) == (True, 3, 2, 2, 0)
+    assert await ledger.rejections() == [("acme", "queue_full", T0_MS + day_ms, 1)]
+    assert await ledger.find_execution("acme", "r0") is None and await ledger.find_execution("acme", "r2") is not None
+    assert await ledger.prune(epoch, T0_MS + 9 * day_ms, 10) == 2
+    assert [await ledger.usage(query) for query in queries[:2]] == before[:2]
+    assert (await ledger.verify()).is_clean
+    recovery = await ledger.open_epoch(0)
+    assert recovery.balances == balances
+    assert [found.id for found in recovery.open_executions] == [names[4]]
 
 
 async def test_rejections_add_up(ledger: AnyLedger) -> None:
@@ -289,7 +347,7 @@ def records_of(chosen: list[Choice]) -> list[LedgerRecord]:
             held[tenant, request_id] += 1
         named = ExecutionId(tenant, request_id, max(1, held[tenant, request_id]))
         if kind == "hold":
-            windows = ("lifetime", f"day {offset}")[: 1 + amount % 2]
+            windows = (f"day/2026-01-{1 + offset:02}", "month/2026-01", "lifetime")
             records.append(hold(seq, named, at_ms=at_ms, key=f"key{amount % 3}", windows=windows))
         elif kind == "step" and held[tenant, request_id]:
             records.append(step(seq, named, 1 + amount % 2, amount))
@@ -317,8 +375,8 @@ def expected_balances(records: list[LedgerRecord]) -> dict[tuple[str, str, str],
     sums: dict[tuple[str, str, str], tuple[int, int]] = {}
     for held, end in counting_ends(records):
         if isinstance(end, SettleRecord):
-            for take in held.windows:
-                leaf = (held.id.tenant, held.key, take.window)
+            for window in held.windows:
+                leaf = (held.id.tenant, held.key, window)
                 microusd, tokens = sums.get(leaf, (0, 0))
                 sums[leaf] = (microusd + end.cost_microusd, tokens + end.tenant_input_tokens + end.tenant_output_tokens)
     return sums
@@ -331,7 +389,7 @@ async def observed(cell: Cell, groups: list[list[LedgerRecord]]) -> tuple[Recove
         for group in groups:
             await ledger.write(epoch, group)
     async with cell.ledger() as ledger:
-        recovery = await ledger.open_epoch(T0_MS + 1)
+        recovery = await ledger.open_epoch(0)
         usage = await ledger.usage(UsageQuery(group_by=USAGE_GROUPS))
         names = sorted({(record.id.tenant, record.id.request_id) for group in groups for record in group})
         found: list[object] = [await ledger.find_execution(*name) for name in names]
@@ -341,21 +399,28 @@ async def observed(cell: Cell, groups: list[list[LedgerRecord]]) -> tuple[Recove
 @settings(max_examples=40, deadline=None)
 @given(chosen=choices, group_size=st.integers(1, 12))
 def test_any_records_leave_balances_and_usage_equal_to_their_settlements(chosen: list[Choice], group_size: int) -> None:
-    """Protects: balances and usage are sums over first ends, and both stores agree on everything that can be read."""
+    """Protects: balances and usage are sums over first ends, and all stores agree on everything that can be read."""
     records = records_of(chosen)
     groups = [records[i : i + group_size] for i in range(0, len(records), group_size)]
     with tempfile.TemporaryDirectory() as directory:
-        in_memory, in_sqlite = (asyncio.run(observed(Cell(kind, Path(directory)), groups)) for kind in KINDS)
-    assert in_memory == in_sqlite
-    recovery, usage, late, _ = in_sqlite
-    balances = {(b.tenant, b.key, b.window): (b.spent_microusd, b.spent_tokens) for b in recovery.balances}
-    assert balances == expected_balances(records)
+        in_memory, *durable = (asyncio.run(observed(Cell(kind, Path(directory)), groups)) for kind in KINDS)
+    assert durable == [in_memory] * len(durable)
+    recovery, usage, late, _ = in_memory
+    check_balances(recovery, usage, records)
     ends = counting_ends(records)
     assert sum(row.requests for row in usage) == len(ends)
     assert late == sum(isinstance(record, EndRecord) for record in records) - len(ends)
+    assert len(recovery.open_executions) == sum(isinstance(record, HoldRecord) for record in records) - len(ends)
+
+
+def check_balances(recovery: Recovery, usage: list[UsageRow], records: list[LedgerRecord]) -> None:
+    """Balances are the sums of the records, in money what usage shows, and of the same days."""
+    balances = {(b.tenant, b.key, b.window): (b.spent_microusd, b.spent_tokens) for b in recovery.balances}
+    assert balances == expected_balances(records)
     lifetime = sum(microusd for (_, _, window), (microusd, _) in balances.items() if window == "lifetime")
     assert lifetime == sum(row.cost_microusd for row in usage)
-    assert len(recovery.open_executions) == sum(isinstance(record, HoldRecord) for record in records) - len(ends)
+    by_day = {window for _, _, window in balances if window.startswith("day/")}
+    assert {row.group["day"] for row in usage if row.cost_microusd} <= {window[4:] for window in by_day}
 
 
 # ── what only memory can do ──────────────────────────────────────────────────────────────────────────────────────────

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,17 @@ from tools import check_links
 
 from weir import errors
 from weir.api import generations, openai
+from weir.api.admin_tables import USAGE_FORMATS, USAGE_SUMS
+from weir.api.wire import members_of
 from weir.cli.main import ENTRIES, command_line
 from weir.config import WeirConfig, load_config
 from weir.core.endings import Availability, EndingRule, FinishReason, ending
+from weir.core.ledger.book import Book
+from weir.core.metering import Worst
 from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES
-from weir.core.tenancy import ENFORCED_LIMITS, PLANNED_LIMITS, Role
+from weir.core.tenancy import LIMIT_NAMES, Limits, Role, Scope, scopes_of
 from weir.ports import USAGE_GROUPS
+from weir.units import Moment
 
 API, ADMIN = "docs/reference/api.md", "docs/reference/admin-api.md"
 CONFIGURATION, CLI = "docs/reference/configuration.md", "docs/reference/cli.md"
@@ -27,6 +32,8 @@ INTERNAL = {errors.StaleEpoch.code, errors.StateLocked.code, errors.StateUnreada
 """Errors that never leave the process."""
 
 ADMIN_OPTIONS = {"--state", "--admin", "--admin-key"}
+NO_CLIENTS = ("weir up", "weir generate", "weir ledger verify")
+"""Commands that do not ask the management API."""
 
 
 # ── configuration ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -63,7 +70,7 @@ def accepts(path: Path, key: str, value: str) -> bool:
 def test_the_documented_range_is_accepted_and_nothing_beyond(tmp_path: Path, row: list[str]) -> None:
     """Protects operators from a page that promises another range than the start accepts."""
     key, path = name_in(row[0]), tmp_path / "weir.toml"
-    if row[3] in ("true or false", "a path"):
+    if row[3] in ("true or false", "a path", "a PostgreSQL URL"):
         assert accepts(path, key, "true" if row[3] == "true or false" else '"file"')
         assert not accepts(path, key, "1")
         return
@@ -85,7 +92,24 @@ def test_every_error_code_is_documented_with_its_status_and_advice() -> None:
         error = errors.ERROR_BY_CODE[code]
         assert (row[1], row[3]) == (str(error.http_status), {None: "–", False: "false", True: "true"}[error.should_retry])
         if error.should_retry is False:
-            assert row[2] == "–"
+            assert row[2] == ("until its window resets" if error is errors.BudgetExhausted else "–")
+
+
+@pytest.mark.parametrize("limit", LIMIT_NAMES)
+def test_the_members_of_a_refused_limit_are_documented(limit: str) -> None:
+    """Protects clients that read a refusal: the table has exactly its members, and the page says what each of them means."""
+    book, now, worst = Book(), Moment(0, 1_767_268_800_000), Worst(1, 1, 2)
+    book.configure({Scope("acme"): replace(Limits(), **{limit: 3})}, {}, 0)
+    scopes, taken = scopes_of("acme", "app", "key", "assistant"), 0
+    while (refused := book.check(scopes, worst, now)) is None:
+        book.take(taken, scopes, worst, now)
+        taken += 1
+    said = set(members_of(refused, now.wall_ms))
+    rows = {name_in(row[0]): row for row in table(API, "code")}
+    documented = set(rows[refused.code][4].split(", "))
+    assert documented - said == ({"window", "resets_at"} if limit.endswith("lifetime") else set()) and said <= documented
+    assert said <= set(column(API, "member"))
+    assert (rows[refused.code][2] == "–") <= (refused.retry_after_ms is None)
 
 
 def retry_advice(rule: EndingRule) -> str:
@@ -133,10 +157,10 @@ def test_workload_classes_are_documented() -> None:
 
 
 def test_limits_roles_and_report_columns_are_documented() -> None:
-    """Protects administrators: each limit says whether it is enforced, each role and each grouping column is named."""
-    rows = {name_in(row[0]): row[2] for row in table(ADMIN, "limit")}
-    assert rows.keys() == {*ENFORCED_LIMITS, *PLANNED_LIMITS}
-    assert {name for name, enforced in rows.items() if enforced == "yes"} == set(ENFORCED_LIMITS)
+    """Protects administrators: each limit, each role, each grouping column and each format is named."""
+    assert column(ADMIN, "limit") == list(LIMIT_NAMES)
+    assert set(LIMIT_NAMES) == {name for row in table("docs/howto/set-limits.md", "limit") for name in names_in(row[0])}
+    assert {*USAGE_FORMATS, *USAGE_FORMATS.values(), *USAGE_SUMS} - {"application/json"} <= set(names_in(prose_of(ADMIN)))
     assert column(ADMIN, "role") == [role.value for role in Role]
     assert set(USAGE_GROUPS) <= set(names_in(prose_of(ADMIN)))
 
@@ -167,7 +191,7 @@ def test_every_command_is_documented_with_its_options() -> None:
     found = dict(commands())
     assert rows.keys() == found.keys()
     for name, command in found.items():
-        shared = set() if name in ("weir up", "weir generate") else ADMIN_OPTIONS
+        shared = set() if name in NO_CLIENTS else ADMIN_OPTIONS
         assert set(names_in(rows[name][1])) == options_of(command) - shared
         assert shared <= options_of(command)
         arguments = [option for option in command.params if not option.opts[0].startswith("--")]

@@ -333,10 +333,10 @@ def admin_of(cell: RunningCell) -> Admin:
     return Admin(cell.ready["admin"], cell.ready["admin_key"])
 
 
-def new_account(cell: RunningCell) -> Account:
-    """A tenant of one's own, without limits."""
+def new_account(cell: RunningCell, **fields: Any) -> Account:
+    """A tenant of one's own, without limits. fields: of the tenant."""
     admin, tenant = admin_of(cell), f"tenant-{next(_names)}-{time.monotonic_ns() % 10**9}"
-    admin.done("POST", "/tenants", {"name": tenant})
+    admin.done("POST", "/tenants", {"name": tenant, **fields})
     admin.done("POST", f"/tenants/{tenant}/applications", {"name": "app"})
     made = admin.done("POST", f"/tenants/{tenant}/applications/app/keys")
     return Account(cell, tenant, "app", made["secret"], made["id"], admin)

@@ -63,7 +63,7 @@ class _Left(Exception):
 class ScriptedEngine:
     """Context manager around the server. running, started, left: generations now, ever, and closed early by the client.
 
-    sent: tokens written so far, by the script's note.
+    sent: tokens written so far, by the script's note. always: what it does whatever a prompt asks for.
     """
 
     def __init__(self) -> None:
@@ -71,6 +71,7 @@ class ScriptedEngine:
         self.started = 0
         self.left = 0
         self.sent: dict[str, int] = {}
+        self.always: Script | None = None
         self.port = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="scripted-engine", daemon=True)
@@ -148,7 +149,8 @@ class ScriptedEngine:
         self.running += 1
         self.started += 1
         try:
-            return await _Generation(reader, writer, msgspec.json.decode(body), self.sent).run()
+            asked = msgspec.json.decode(body)
+            return await _Generation(reader, writer, asked, self.sent, self.always).run()
         except (_Left, ConnectionError):
             self.left += 1
             return False
@@ -160,13 +162,18 @@ class _Generation:
     """One generation on its connection; a client that leaves ends it at its next step."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict[str, Any], sent: dict[str, int]
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        body: dict[str, Any],
+        sent: dict[str, int],
+        always: Script | None,
     ) -> None:
         self._sent = sent
         self._reader = reader
         self._writer = writer
         self._prompt: str = body["messages"][-1]["content"]
-        self._script = _script_in(self._prompt)
+        self._script = always or _script_in(self._prompt)
 
     async def run(self) -> bool:
         """Follow the script; whether the connection can be used again."""

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 from tests.e2e.conftest import engine_process
@@ -15,8 +16,9 @@ LONG = "river"
 """A prompt whose reply has 213 tokens: seven seconds on the slow cell."""
 
 RFC3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z")
-LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrency", "spend_microusd_lifetime")
-CODES = ("requests_limited", "tokens_limited", "concurrency_limited", "budget_exhausted")
+BUDGETS = [f"{unit}_{window}" for unit in ("spend_microusd", "tokens") for window in ("per_day", "per_month", "lifetime")]
+CODES = {"requests_per_minute": "requests_limited", "tokens_per_minute": "tokens_limited", "concurrency": "concurrency_limited"}
+CODES |= dict.fromkeys(BUDGETS, "budget_exhausted")
 SCOPES = [
     {"tenant"},
     {"tenant", "application"},
@@ -40,6 +42,18 @@ def refusal(reply: Reply, status: int, code: str) -> Json:
 
 def cost_of(usage: Mapping[str, int]) -> int:
     return -(-(usage["input_tokens"] * 200_000 + usage["output_tokens"] * 600_000) // 1_000_000)
+
+
+def tokens_of(usage: Mapping[str, int]) -> int:
+    return usage["input_tokens"] + usage["output_tokens"]
+
+
+def noon_zone() -> tuple[ZoneInfo, datetime]:
+    """A time zone in which no day or month ends within hours, and the time there."""
+    now = datetime.now(UTC)
+    offset = now.hour - 12
+    zone = ZoneInfo(f"Etc/GMT{offset:+d}")  # named the other way round: east of Greenwich is minus
+    return zone, now.astimezone(zone)
 
 
 # ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -109,6 +123,35 @@ def test_a_budget_is_exhausted_for_good(account: Account) -> None:
     assert account.generate(max_output_tokens=100).status == 200
 
 
+@pytest.mark.parametrize("limit", [name for name in BUDGETS if not name.endswith("lifetime")])
+def test_a_budget_of_a_day_or_month_says_when_it_resets(fast_cell: RunningCell, limit: str) -> None:
+    """Protects budgets to the last unit: refused with window, figures and a true time in the tenant's zone; one more admits."""
+    zone, now = noon_zone()
+    with new_account(fast_cell, time_zone=zone.key) as account:
+        before = account.generate(max_output_tokens=100).json["usage"]
+        worst = {**before, "output_tokens": 100}
+        counted = cost_of if limit.startswith("spend") else tokens_of
+        used, needed = counted(before), counted(worst)
+        account.limit(None, **{limit: used + needed - 1})
+        reply = account.generate(max_output_tokens=100)
+        problem = refusal(reply, 429, "budget_exhausted")
+        today = now.date()
+        kind, first, after = ("day", today.isoformat(), today + timedelta(days=1))
+        if limit.endswith("month"):
+            kind, first, after = ("month", today.isoformat()[:7], (today.replace(day=1) + timedelta(days=31)).replace(day=1))
+        resets = datetime(after.year, after.month, after.day, tzinfo=zone)
+        expected = {"limit_name": limit, "limit": used + needed - 1, "used": used, "held": 0, "window": f"{kind}/{first}"}
+        assert expected.items() <= problem.items() and problem["scope"] == {"tenant": account.tenant}
+        assert abs(datetime.fromisoformat(problem["resets_at"]) - resets) < timedelta(milliseconds=2)
+        left_s = (resets - datetime.now(UTC)).total_seconds()
+        assert 0 <= int(reply.headers["retry-after"]) - left_s < 5 and reply.headers["x-should-retry"] == "false"
+        row = account.account(limit)
+        assert (row["limit"], row["spent"], row["held"]) == (used + needed - 1, used, 0)
+        assert datetime.fromisoformat(row["resets_at"]) == resets
+        account.limit(None, **{limit: used + needed})
+        assert account.generate(max_output_tokens=100).status == 200
+
+
 def test_concurrency_is_refused_raised_and_returned(slow_account: Account) -> None:
     """Protects concurrency: a limit raised while streams run admits at once, a lowered one cuts nothing."""
     slow_account.limit(concurrency=1)
@@ -140,13 +183,13 @@ def test_a_running_hold_counts_against_the_budget(slow_account: Account) -> None
     assert (after["spent"], after["held"], after["limit"], after["resets_at"]) == (cost, 0, 150, None)
 
 
-@pytest.mark.parametrize(("limit", "code"), list(zip(LIMITS, CODES, strict=True)))
+@pytest.mark.parametrize(("limit", "code"), CODES.items())
 def test_zero_allows_nothing_and_null_removes(account: Account, limit: str, code: str) -> None:
     """Protects 0: refused with that limit's code and no time to wait, until the limit is gone."""
     assert account.limit(None, **{limit: 0})[limit] == 0
     reply = account.generate()
     problem = refusal(reply, 429, code)
-    assert (problem["limit"], problem["scope"]) == (0, {"tenant": account.tenant})
+    assert (problem["limit_name"], problem["limit"], problem["scope"]) == (limit, 0, {"tenant": account.tenant})
     assert "retry-after" not in reply.headers and "retry-after-ms" not in reply.headers
     assert reply.headers["x-should-retry"] == "false"
     assert account.limit(None, **{limit: None}) == {"scope": {"tenant": account.tenant}}
@@ -180,7 +223,7 @@ def test_limits_merge_and_are_read_back_as_set(account: Account) -> None:
         ({"concurrency": True}, "invalid_request", "concurrency"),
         ({"spend_microusd_lifetime": 2**63}, "invalid_request", "spend_microusd_lifetime"),
         ({"requests_per_minute": float("nan")}, "invalid_request", "requests_per_minute"),
-        ({"spend_microusd_per_day": 5}, "unsupported_field", "spend_microusd_per_day"),
+        ({"spend_microusd_per_day": -5}, "invalid_request", "spend_microusd_per_day"),
         ({"requests_per_hour": 5}, "invalid_request", "requests_per_hour"),
     ],
 )

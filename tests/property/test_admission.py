@@ -14,6 +14,7 @@ from weir.core.metering import Price, worst_case
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import ApiKey, Application, Limits, Principal, Scope, ServiceClass, Tenant, scopes_of
+from weir.units import Moment
 
 REVISION = Revision("rev@1", EngineKind.SIMULATED, "demo", 8_192, 2_048, 128, Price(1, 200_000, 50_000, 600_000))
 OTHER = replace(REVISION, id="rev@2", revoked=True)
@@ -33,13 +34,13 @@ RAN = Bound(execution=1, body_digest=b"body", status=Status.COMPLETED, delivered
 
 def _limited(**limits: int) -> Book:
     book = Book()
-    book.set_limits({Scope("acme"): Limits(**limits)}, 0)
+    book.configure({Scope("acme"): Limits(**limits)}, {}, 0)
     return book
 
 
 def test_admitted() -> None:
     """Protects what is taken: the revision's price, every scope, and the worst case."""
-    admit = decide(ASKED, SNAPSHOT, None, Book(), OPEN_DOOR, 0)
+    admit = decide(ASKED, SNAPSHOT, None, Book(), OPEN_DOOR, Moment(0, 0))
     scopes = scopes_of("acme", "web", "k1", "assistant")
     assert admit == Admit(1, REVISION, scopes, worst_case(REVISION.price, 100, 50, 1))
 
@@ -74,7 +75,7 @@ def test_the_first_failure_is_the_answer(wrongs: set[str]) -> None:
         wait_ms_max=5_000 if "wait" in wrongs else 30_000,
         no_capacity_retry_ms=5_000,
     )
-    decision = decide(asked, snapshot, bound, book, door, 0)
+    decision = decide(asked, snapshot, bound, book, door, Moment(0, 0))
     if not wrongs:
         assert isinstance(decision, Admit)
         return
@@ -86,7 +87,7 @@ def test_the_first_failure_is_the_answer(wrongs: set[str]) -> None:
 @pytest.mark.parametrize("revision", ["rev@2", "never registered"])
 def test_a_revision_that_is_not_live(revision: str) -> None:
     """Protects approval: a pinned revision that was revoked meanwhile, or is unknown, runs nothing."""
-    decision = decide(replace(ASKED, revision=revision), SNAPSHOT, None, Book(), OPEN_DOOR, 0)
+    decision = decide(replace(ASKED, revision=revision), SNAPSHOT, None, Book(), OPEN_DOOR, Moment(0, 0))
     assert isinstance(decision, errors.UnknownAlias)
 
 
@@ -112,7 +113,7 @@ def test_a_bound_request_id(bound: Bound, code: str | None) -> None:
     """Protects idempotency: only what delivered and cost nothing and did not complete runs again, as the next execution."""
     refusal = idempotency_refusal(b"body", bound)
     assert (refusal.code if refusal else None) == code
-    decision = decide(ASKED, SNAPSHOT, bound, Book(), OPEN_DOOR, 0)
+    decision = decide(ASKED, SNAPSHOT, bound, Book(), OPEN_DOOR, Moment(0, 0))
     if code is None:
         assert isinstance(decision, Admit) and decision.execution == 2
     else:

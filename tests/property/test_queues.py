@@ -4,68 +4,93 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from weir.core.scheduling.queues import DomainQueue, QueueBounds, Rotation
+from weir.core.scheduling.queues import DomainQueue, QueueBounds, Rotation, Waiting
 
 TENANTS = ("a", "b", "c")
 BOUNDS = QueueBounds(entries_per_tenant_max=3, entries_max=6, bytes_max=100, wait_ms_max=1)
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """A queue beside a plain list of what waits, oldest first."""
+    """A queue beside plain lists of what waits, oldest first: in the flows, and ahead of them by the replica to avoid."""
 
     def __init__(self) -> None:
         super().__init__()
         self.queue: DomainQueue[int] = DomainQueue(BOUNDS)
         self.waiting: list[tuple[str, int, int]] = []
+        self.ahead: list[tuple[str, int, int, str]] = []
         self.keys = 0
 
-    @rule(tenant=st.sampled_from(TENANTS), size=st.integers(0, 60))
-    def arrive(self, tenant: str, size: int) -> None:
-        """An entry waits exactly if every bound leaves room for it."""
-        own = sum(waiting == tenant for waiting, _, _ in self.waiting)
-        total = sum(known for _, _, known in self.waiting)
-        fits = own < 3 and len(self.waiting) < 6 and total + size <= 100
+    @property
+    def everybody(self) -> list[tuple[str, int, int]]:
+        """(tenant, key, size) of all that waits."""
+        return self.waiting + [entry[:3] for entry in self.ahead]
+
+    @rule(tenant=st.sampled_from(TENANTS), size=st.integers(0, 60), avoid=st.sampled_from([None, None, "r1", "r2"]))
+    def arrive(self, tenant: str, size: int, avoid: str | None) -> None:
+        """An entry waits exactly if every bound leaves room for it, ahead or not."""
+        own = sum(waiting == tenant for waiting, _, _ in self.everybody)
+        total = sum(known for _, _, known in self.everybody)
+        fits = own < 3 and len(self.everybody) < 6 and total + size <= 100
         refusal = self.queue.refusal(tenant, size)
         assert (refusal is None) == fits
         if refusal is not None:
             assert refusal.code == "queue_full" and refusal.retry_after_ms
             return
         self.keys += 1
-        self.queue.push(tenant, self.keys, size)
-        self.waiting.append((tenant, self.keys, size))
+        if avoid is None:
+            self.queue.push(tenant, self.keys, size)
+            self.waiting.append((tenant, self.keys, size))
+        else:
+            self.queue.push_ahead(tenant, self.keys, size, avoid)
+            self.ahead.append((tenant, self.keys, size, avoid))
 
-    @precondition(lambda self: self.waiting)
-    @rule()
-    def serve(self) -> None:
-        """The head is the oldest entry of its tenant, and `pop` takes what `head` showed."""
-        head = self.queue.head()
-        assert head == self.queue.pop()
-        tenant, key = head
-        oldest = next(entry for entry in self.waiting if entry[0] == tenant)
-        assert oldest[1] == key
-        self.waiting.remove(oldest)
+    @precondition(lambda self: self.everybody)
+    @rule(data=st.data())
+    def serve(self, data: st.DataObject) -> None:
+        """Candidates are the oldest ahead for each replica to avoid, then the oldest entry of the flow whose turn it is."""
+        candidates = list(self.queue.candidates())
+        chosen = data.draw(st.sampled_from(candidates))
+        for candidate in candidates[:-1]:
+            assert candidate.avoid is not None
+        if chosen.avoid is not None:
+            again = next(entry for entry in self.ahead if entry[3] == chosen.avoid)
+            assert again[:2] == (chosen.tenant, chosen.key)
+            self.ahead.remove(again)
+        else:
+            oldest = next(entry for entry in self.waiting if entry[0] == chosen.tenant)
+            assert oldest[1] == chosen.key
+            self.waiting.remove(oldest)
+        self.queue.serve(chosen)
 
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         """An entry leaves from anywhere, once."""
-        if not self.waiting:
+        if not self.everybody:
             assert not self.queue.remove("a", 1)
             return
-        entry = data.draw(st.sampled_from(self.waiting))
+        entry = data.draw(st.sampled_from(self.everybody))
         assert self.queue.remove(entry[0], entry[1])
         assert not self.queue.remove(entry[0], entry[1])
-        self.waiting.remove(entry)
+        self.waiting = [other for other in self.waiting if other[1] != entry[1]]
+        self.ahead = [other for other in self.ahead if other[1] != entry[1]]
 
     @invariant()
     def figures_agree(self) -> None:
-        """Entries and bytes are those of what waits; an empty queue has no head."""
-        assert len(self.queue) == len(self.waiting)
-        assert self.queue.bytes == sum(size for _, _, size in self.waiting)
-        assert (self.queue.head() is None) == (not self.waiting)
+        """Entries and bytes are those of what waits; who may go next is one per replica to avoid, and one flow's head."""
+        assert len(self.queue) == len(self.everybody) and self.queue.ahead == len(self.ahead)
+        assert self.queue.bytes == sum(size for _, _, size in self.everybody)
+        avoided = {entry[3] for entry in self.ahead}
+        assert len(list(self.queue.candidates())) == len(avoided) + bool(self.waiting)
 
 
 QueueMachine.TestCase.settings = settings(max_examples=60, deadline=None)
 TestQueueMachine = QueueMachine.TestCase
+
+
+def _serve_next(queue: DomainQueue[int]) -> Waiting[int]:
+    first = next(queue.candidates())
+    queue.serve(first)
+    return first
 
 
 @given(st.lists(st.sampled_from(TENANTS), min_size=1, max_size=60))
@@ -77,13 +102,22 @@ def test_backlogged_flows_take_turns(arrivals: list[str]) -> None:
     left = {tenant: arrivals.count(tenant) for tenant in set(arrivals)}
     since: dict[str, list[str]] = {tenant: [] for tenant in left}
     while queue:
-        tenant, _ = queue.pop()
+        tenant = _serve_next(queue).tenant
         left[tenant] -= 1
         for other in since:
             if other != tenant and left[other]:
                 since[other].append(tenant)
                 assert since[other].count(tenant) <= 1
         since[tenant] = []
+
+
+def test_a_retry_goes_first_and_uses_no_turn() -> None:
+    """Protects both sides of a retry: it waits behind nobody again, and its tenant's next request keeps its turn."""
+    queue: DomainQueue[int] = DomainQueue(BOUNDS)
+    queue.push("a", 1, 1)
+    queue.push("b", 2, 1)
+    queue.push_ahead("a", 3, 1, "r1")
+    assert [_serve_next(queue).key for _ in range(3)] == [3, 1, 2]
 
 
 def test_rotation_ignores_a_flow_whose_turn_it_is_not() -> None:
@@ -112,3 +146,15 @@ def test_a_domain_refuses_above_its_own_bounds() -> None:
         assert refusal is not None and refusal.code == "queue_full" and refusal.retry_after_ms
         assert queue.remove("acme", "acme")
         assert queue.refusal("initech", 10) is None
+
+
+def test_a_tenant_is_refused_above_its_own_bound() -> None:
+    """Protects other tenants: what waits for a second attempt counts in its tenant's entries, and leaves them with its end."""
+    queue: DomainQueue[int] = DomainQueue(QueueBounds(entries_per_tenant_max=2))
+    queue.push("acme", 1, 10)
+    queue.push_ahead("acme", 2, 10, "r1")
+    refusal = queue.refusal("acme", 10)
+    assert refusal is not None and refusal.code == "queue_full"
+    assert queue.refusal("globex", 10) is None
+    assert queue.remove("acme", 2)
+    assert queue.refusal("acme", 10) is None

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weir.core.routing.placement import place
 from weir.core.routing.replica import Replica, ReplicaEvent, ReplicaLimits
 from weir.core.scheduling.feasibility import LaneOccupancy, predicted_wait_ms
 from weir.core.scheduling.queues import DomainQueue, QueueBounds
@@ -36,11 +37,39 @@ def test_dispatch_fills_what_is_free_and_nothing_more(waiting: dict[str, int], l
         if start is None:
             break
         assert start.replica.pool == start.domain and start.replica.free > 0
-        assert queues[start.domain].pop() == (start.tenant, start.key)
+        assert start.waiting == next(queues[start.domain].candidates())
+        queues[start.domain].serve(start.waiting)
         start.replica.take_lane()
         started[start.domain] = started.get(start.domain, 0) + 1
     for pool, number in waiting.items():
         assert started.get(pool, 0) == min(number, sum(lanes.get(pool, [])))
+
+
+@given(
+    failed=st.lists(st.sampled_from(["r0", "r1", "r2", "gone"]), max_size=6),
+    fresh=st.integers(0, 4),
+    sizes=st.lists(st.integers(0, 3), min_size=1, max_size=3),
+)
+def test_a_retry_starts_elsewhere_and_before_others(failed: list[str], fresh: int, sizes: list[int]) -> None:
+    """Protects retries and the rest: never on the replica that failed it, first wherever it fits, and it holds up nobody."""
+    queue = _queue(*(("t", key) for key in range(fresh)))
+    for number, avoid in enumerate(failed):
+        queue.push_ahead("t", 100 + number, 1, avoid)
+    replicas = [_replica(f"r{number}", "x", max(1, size)) for number, size in enumerate(sizes)]
+    for replica, size in zip(replicas, sizes, strict=True):
+        if not size:
+            replica.take_lane()  # a full one
+    for _ in range(100):
+        start = next_start({"x": queue}, {"x": replicas})
+        if start is None:
+            break
+        waiting = start.waiting
+        assert start.replica.free > 0 and start.replica.name != waiting.avoid
+        candidates = list(queue.candidates())
+        assert not any(place(replicas, other.avoid) for other in candidates[: candidates.index(waiting)])
+        queue.serve(waiting)
+        start.replica.take_lane()
+    assert not any(place(replicas, waiting.avoid) for waiting in queue.candidates())
 
 
 def test_nothing_starts_without_entries_or_replicas() -> None:

@@ -1,217 +1,26 @@
 """Protects the command line: quick help, each command on a served API, failures in one sentence, a cancel on Ctrl-C."""
 
 import asyncio
-import csv
-import io
-import json
-import os
-import random
 import resource
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
+from tests.unit.cli_terminal import COMMAND_WAIT_S, USAGE, Terminal, terminal_of
 
-from weir.api.admin import AdminParts, create_admin_app
 from weir.app.cell import Ready
 from weir.cli.tables import digits_of, dollars, thousands
 from weir.cli.up import show_ready
-from weir.control.bootstrap import DEMO_PRICE, bootstrap, draft_keys, shown_secrets
-from weir.control.cell_view import PoolReport, ReplicaReport
-from weir.control.commands import Commands
-from weir.control.declared_models import DeclaredModels
-from weir.core.registry.model import Alias, EngineKind, Pool, Revision
-from weir.core.registry.snapshot import Snapshot
-from weir.core.tenancy import Limits, Scope
-from weir.messages import GenerationRecord
-from weir.ports import Acknowledgement, UsageQuery, UsageRow
-from weir.storage.memory import MemoryCatalog, MemoryLedger
-
-COMMAND_WAIT_S = 30
-REVISION = Revision("small-1", EngineKind.SIMULATED, "row", 4_096, 1_024, 200, DEMO_PRICE)
-MODELS = DeclaredModels((REVISION,), (Alias("assistant", "small-1", 256),), (Pool("small", "small-1", 1, 4),))
-USAGE = {"input_tokens": 1_200, "cached_input_tokens": 0, "output_tokens": 34, "cost_microusd": 261, "basis": "engine"}
-TIMING = {"queue_ms": 1.0, "ttft_ms": 120.0, "tpot_ms": 15.0, "total_ms": 900.0}
-
-
-class ManualClock:
-    """Stands still."""
-
-    def monotonic_ns(self) -> int:
-        return 0
-
-    def wall_ms(self) -> int:
-        return 1_700_000_000_000
-
-
-class SeededEntropy:
-    """Repeatable bytes."""
-
-    def __init__(self) -> None:
-        self._random = random.Random(1)
-
-    def token(self, size: int) -> bytes:
-        return self._random.randbytes(size)
-
-
-class EmptyCell:
-    """A cell without replicas or traffic."""
-
-    async def accounts(self, tenant: str) -> Sequence[dict[str, Any]]:
-        return []
-
-    async def open_holds(self, tenant: str) -> int:
-        return 0
-
-    async def replicas(self) -> Sequence[ReplicaReport]:
-        return []
-
-    async def pools(self) -> Sequence[PoolReport]:
-        return []
-
-    async def generation(self, tenant: str, request_id: str) -> GenerationRecord | None:
-        return None
-
-
-class BusyLedger(MemoryLedger):
-    """A ledger in which two tenants used something."""
-
-    async def usage(self, query: UsageQuery) -> list[UsageRow]:
-        amounts = {"acme": (12_345, 1_234_567, 0, 99, 1_234_567_890, 7), "globex": (5, 7, 0, 99, 120_000, 0)}
-        return [
-            UsageRow({name: {"tenant": tenant}.get(name, "assistant") for name in query.group_by}, *sums)
-            for tenant, sums in amounts.items()
-            if query.tenant in (None, tenant)
-        ]
-
-
-class Generations:
-    """The public API's answers to one alias each, as its contract writes them; `endless` streams until it is cancelled."""
-
-    def __init__(self) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.cancelled = asyncio.Event()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        received = await receive()
-        if scope["path"].endswith("/cancel"):
-            self.cancelled.set()
-            await answer_json(send, 200, self._ended("cancelled", "client"))
-            return
-        body = json.loads(received["body"])
-        self.bodies.append(body | {"authorization": dict(scope["headers"])[b"authorization"].decode()})
-        if body["model_alias"] == "nothing":
-            problem = {"code": "unknown_alias", "detail": "This application has no such model alias."}
-            await answer_json(send, 404, problem)
-        elif not body["stream"]:
-            await answer_json(send, 200, self._ended("completed", "stop") | {"output": "Hello."})
-        else:
-            await self._stream(send, body)
-
-    async def _stream(self, send: Any, body: dict[str, Any]) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
-        status, reason = ("failed", "engine_error") if body["model_alias"] == "broken" else ("completed", "stop")
-        await self._events(send, ("accepted", {"id": "gen-1"}), ("output", {"text": "Grüß "}), ("output", {"text": "Gott"}))
-        if body["model_alias"] == "endless":
-            await asyncio.wait_for(self.cancelled.wait(), COMMAND_WAIT_S)
-            status, reason = "cancelled", "client"
-        if body["model_alias"] != "cut":
-            await self._events(send, ("done", self._ended(status, reason)))
-        await send({"type": "http.response.body", "body": b""})
-
-    async def _events(self, send: Any, *events: tuple[str, dict[str, Any]]) -> None:
-        lines = [f"id: {number}\nevent: {name}\ndata: {json.dumps(body)}\n\n" for number, (name, body) in enumerate(events)]
-        await send({"type": "http.response.body", "body": (": keep-alive\n\n" + "".join(lines)).encode(), "more_body": True})
-
-    def _ended(self, status: str, reason: str) -> dict[str, Any]:
-        error = {"code": reason, "detail": "The engine failed."} if status == "failed" else None
-        return {"status": status, "finish_reason": reason, "usage": USAGE, "timing": TIMING, "error": error}
-
-
-async def answer_json(send: Any, status: int, document: dict[str, Any]) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
-    await send({"type": "http.response.body", "body": json.dumps(document).encode()})
-
-
-@dataclass
-class Result:
-    """What a finished command left behind."""
-
-    status: int
-    out: str
-    err: str
-
-
-class Terminal:
-    """A served cell and a state directory that names it; runs commands as processes of their own."""
-
-    def __init__(self, state: Path) -> None:
-        self.state = state
-        self.store = MemoryCatalog()
-        self.generations = Generations()
-        self.commands = Commands(self.store, self._publish, ManualClock(), SeededEntropy())
-        self._admin = create_admin_app(AdminParts(self.commands, BusyLedger(), EmptyCell(), SeededEntropy()))
-        self.drafted: dict[str, str] = {}
-        self.url = ""
-
-    async def _publish(self, snapshot: Snapshot) -> Acknowledgement:
-        return Acknowledgement(snapshot.version)
-
-    async def app(self, scope: Any, receive: Any, send: Any) -> None:
-        """Both listeners in one: the path tells which."""
-        await (self._admin if scope["path"].startswith("/admin") else self.generations)(scope, receive, send)
-
-    async def prepare(self, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-        self.drafted = draft_keys(SeededEntropy())
-        await bootstrap(self.commands, MODELS, self.drafted)
-        ready = {"api": self.url, "admin": self.url, **shown_secrets(await self.store.load(), self.drafted)}
-        (self.state / "ready.json").write_text(json.dumps(ready))
-
-    async def start(self, *words: str, state: Path | None = None, **environment: str) -> asyncio.subprocess.Process:
-        place = ("--state", str(state or self.state))
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "weir.cli.main", *words, *place),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={"PATH": os.environ["PATH"], "PYTHONUTF8": "1"} | environment,
-        )
-
-    async def run(self, *words: str, state: Path | None = None, **environment: str) -> Result:
-        """The command to its end."""
-        process = await self.start(*words, state=state, **environment)
-        out, err = await asyncio.wait_for(process.communicate(), COMMAND_WAIT_S)
-        assert process.returncode is not None and b"Traceback" not in err, err.decode()
-        return Result(process.returncode, out.decode(), err.decode())
-
-    async def good(self, *words: str) -> Any:
-        """The JSON of a command that must succeed."""
-        result = await self.run(*words)
-        assert (result.status, result.err) == (0, ""), result
-        return json.loads(result.out)
 
 
 @pytest.fixture
 async def terminal(tmp_path: Path) -> AsyncIterator[Terminal]:
-    made = Terminal(tmp_path)
-    listener = socket.create_server(("127.0.0.1", 0))
-    await made.prepare(listener.getsockname()[1])
-    config = uvicorn.Config(
-        made.app, interface="asgi3", lifespan="off", ws="none", log_level="error", timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(config)
-    serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
-    yield made
-    server.should_exit = True
-    await serving
-    listener.close()
+    async with terminal_of(tmp_path) as made:
+        yield made
 
 
 # ── the root ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -225,7 +34,7 @@ def test_help_lists_every_command_within_four_tenths_of_a_second_of_cpu() -> Non
         shown = subprocess.run([sys.executable, "-m", "weir.cli.main", "--help"], capture_output=True, text=True, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        for name in ("up", "generate", "tenant", "app", "key", "limit", "usage"):
+        for name in ("up", "generate", "tenant", "app", "key", "limit", "price", "usage", "ledger", "audit"):
             assert f" {name} " in shown.stdout
     assert min(spent) < 0.4
 
@@ -268,44 +77,6 @@ async def test_applications_and_keys(terminal: Terminal) -> None:
     assert await terminal.good("key", "list", "acme", "reports", "--json") == [
         {"id": key["id"], "tenant": "acme", "application": "reports", "revoked": True}
     ]
-
-
-async def test_limits_are_set_removed_and_shown(terminal: Terminal) -> None:
-    """Protects the limit commands and their refusals."""
-    scope = ("--tenant", "globex", "--application", "assistant")
-    entry = await terminal.good("limit", "set", *scope, "requests_per_minute=1000", "concurrency=0")
-    assert entry == {"scope": {"tenant": "globex", "application": "assistant"}, "requests_per_minute": 1_000, "concurrency": 0}
-    await terminal.good("limit", "set", *scope, "concurrency=none")
-    limits = dict((await terminal.store.load()).limits)
-    assert limits[Scope("globex", "assistant")] == Limits(requests_per_minute=1_000)
-    table = await terminal.run("limit", "show", *scope)
-    [line] = [line for line in table.out.splitlines() if "globex" in line]
-    assert line.split() == ["globex", "assistant", "requests_per_minute", "1,000"]
-    assert len(await terminal.good("limit", "show", "--tenant", "globex", "--json")) == 2
-    for change, said in (
-        ("concurrency", "not of the form"),
-        ("concurrency=x", "whole number"),
-        ("colour=1", "invalid_request"),
-    ):
-        result = await terminal.run("limit", "set", *scope, change)
-        assert result.status == 1 and result.err.startswith("error: ") and said in result.err
-
-
-async def test_usage_is_a_table_with_totals_or_json_or_csv(terminal: Terminal) -> None:
-    """Protects the usage report in its three forms."""
-    table = (await terminal.run("usage", "--group-by", "tenant,alias")).out
-    rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if line.strip() and "─" not in line}
-    assert rows["tenant"] == ["alias", "requests", "input", "cached", "output", "cost", "platform", "cost"]
-    assert rows["acme"] == ["assistant", "12,345", "1,234,567", "0", "99", "$1,234.56789", "$0.000007"]
-    assert rows["globex"] == ["assistant", "5", "7", "0", "99", "$0.12000", "$0.000000"]
-    assert rows["total"] == ["12,350", "1,234,574", "0", "198", "$1,234.68789", "$0.000007"]
-    assert len({len(line) for line in table.splitlines()}) == 1
-    [row] = await terminal.good("usage", "--tenant", "globex", "--group-by", "tenant", "--json")
-    assert row["cost_microusd"] == 120_000
-    parsed = list(csv.DictReader(io.StringIO((await terminal.run("usage", "--csv")).out)))
-    assert [entry["input_tokens"] for entry in parsed] == ["1234567", "7"]
-    refused = await terminal.run("usage", "--from", "yesterday")
-    assert refused.status == 1 and "invalid_request" in refused.err and "from" in refused.err
 
 
 async def test_failures_are_one_sentence_with_the_code_and_status_1(terminal: Terminal, tmp_path: Path) -> None:

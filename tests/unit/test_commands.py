@@ -21,7 +21,7 @@ from weir.control.snapshots import build_snapshot
 from weir.core.metering import Price
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
-from weir.core.tenancy import ENFORCED_LIMITS, PLANNED_LIMITS, Limits, Role, Scope, ServiceClass, digest_of_key
+from weir.core.tenancy import LIMIT_NAMES, Limits, Role, Scope, ServiceClass, digest_of_key
 from weir.ports import Acknowledgement, Catalog, CatalogChange
 from weir.storage.memory import MemoryCatalog
 from weir.units import INT64_MAX
@@ -250,7 +250,7 @@ async def test_the_last_owner_cannot_lock_everybody_out() -> None:
 # ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 amounts = st.none() | st.integers(0, INT64_MAX)
-merges = st.lists(st.dictionaries(st.sampled_from(ENFORCED_LIMITS), amounts), max_size=6)
+merges = st.lists(st.dictionaries(st.sampled_from(LIMIT_NAMES), amounts), max_size=6)
 
 
 @given(merges)
@@ -275,21 +275,17 @@ def test_limits_read_back_exactly_as_merged(changes: list[dict[str, int | None]]
 async def test_only_whole_numbers_in_range_are_limits(value: object) -> None:
     """Protects limits from values that are no amounts."""
     desk = await Desk().with_acme()
-    for name in ENFORCED_LIMITS:
+    for name in LIMIT_NAMES:
         refusal = await refused(desk.commands.put_limits("ann", Scope("acme"), {name: value}), errors.InvalidRequest)
         assert refusal.members["field"] == name
     assert not (await desk.store.load()).limits
 
 
-async def test_limits_that_are_planned_are_unsupported_and_others_unknown() -> None:
+async def test_an_unknown_limit_is_refused() -> None:
     """Protects tenants from a limit that is accepted and not enforced."""
     commands = (await Desk().with_acme()).commands
-    for name in PLANNED_LIMITS:
-        refusal = await refused(commands.put_limits("ann", Scope("acme"), {name: 1}), errors.UnsupportedField)
-        assert refusal.members == {"field": name}
-        await commands.put_limits("ann", Scope("acme"), {name: None})
     refusal = await refused(commands.put_limits("ann", Scope("acme"), {"requests_per_hour": 1}), errors.InvalidRequest)
-    assert refusal.members["field"] == "requests_per_hour" and refusal.members["accepted"] == list(ENFORCED_LIMITS)
+    assert refusal.members["field"] == "requests_per_hour" and refusal.members["accepted"] == list(LIMIT_NAMES)
 
 
 async def test_a_limit_attaches_only_to_what_exists_and_a_key_names_its_application() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from weir import errors
-from weir.config import WeirConfig, load_config
+from weir.config import WeirConfig, environment_of_engine, load_config
 
 
 def test_no_file_and_an_empty_one_are_the_defaults(tmp_path: Path) -> None:
@@ -33,6 +33,7 @@ def test_what_is_set_is_read_as_set(tmp_path: Path) -> None:
         ("[gateway]\nbody_wait_ms = 1.5\n", "gateway.body_wait_ms", "is 1.5"),
         ("[gateway]\nbody_wait_ms = '5'\n", "gateway.body_wait_ms", "is '5'"),
         ("[pool]\nconcurrency = true\n", "pool.concurrency", "is True; accepted: a whole number from 1 to 65536"),
+        ("[store]\nurl = 5\n", "store.url", "accepted: a PostgreSQL URL"),
         ("[log]\njson = 1\n", "log.json", "is 1; accepted: true or false"),
     ],
 )
@@ -43,6 +44,15 @@ def test_a_wrong_setting_is_refused_by_its_path(tmp_path: Path, text: str, field
     with pytest.raises(errors.InvalidRequest) as refused:
         load_config(path)
     assert refused.value.members["field"] == field and said in refused.value.detail
+
+
+def test_engines_get_no_secret_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Protects keys and the database's password from engine processes, which need neither."""
+    secrets = {"WEIR_ADMIN_KEY": "k", "PGPASSWORD": "p"}
+    for name, value in {**secrets, "LANG": "C"}.items():
+        monkeypatch.setenv(name, value)
+    passed_on = environment_of_engine()
+    assert passed_on["LANG"] == "C" and not secrets.keys() & passed_on.keys()
 
 
 @pytest.mark.parametrize("content", [b"[gateway\n", b"\xff\xfe", None])

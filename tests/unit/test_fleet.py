@@ -40,6 +40,14 @@ def test_a_replica_is_ready_once_it_answered(fleet: Fleet) -> None:
     assert fleet.address_of("a").url == "moved"
 
 
+def test_a_retry_counts_the_other_replicas(fleet: Fleet) -> None:
+    """Protects retries: lanes of the replica that failed are none for it."""
+    fleet.answered(_address("a"))
+    fleet.answered(_address("b"))
+    [pool] = fleet.pools
+    assert (fleet.lanes(pool), fleet.lanes(pool, "a"), fleet.lanes(pool, "b")) == ((5, 5), (3, 3), (2, 2))
+
+
 def test_a_doubted_replica_takes_no_work_until_it_answers(fleet: Fleet) -> None:
     """Protects requests from a replica that failed one: suspect, announced once, back with the next answer."""
     changes: list[int] = []

@@ -6,7 +6,7 @@ import pytest
 
 from weir import errors
 from weir.coordinator.recovery import Recovered, recover
-from weir.core.ledger.records import BucketTake, ExecutionId, HoldRecord, LedgerRecord, SettleRecord, StepRecord, WindowTake
+from weir.core.ledger.records import BucketTake, ExecutionId, HoldRecord, LedgerRecord, SettleRecord, StepRecord
 from weir.core.metering import InputBasis
 from weir.core.tenancy import Limits, Scope, ServiceClass, scopes_of
 from weir.sim.faults import StepClock
@@ -40,7 +40,7 @@ def _hold(seq: int, name: str, at_ms: int) -> HoldRecord:
         choices=1,
         price_version=1,
         held_microusd=140,
-        windows=(WindowTake("lifetime", 140, 300),),
+        windows=("day/2026-01-01", "month/2026-01", "lifetime"),
         takes=(BucketTake(None, None, None, "tokens_per_minute", 300),),
         deadline_at_ms=at_ms + 60_000,
         gateway_session="gateway",

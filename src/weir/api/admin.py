@@ -4,10 +4,9 @@ It decides nothing by itself and is never on the path of a token. The compositio
 because the framework is slow to import.
 """
 
-from dataclasses import dataclass
-from typing import Annotated, Any, cast
+from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import FastAPI, Query
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Send
@@ -15,46 +14,38 @@ from starlette.types import Scope as AsgiScope
 
 import weir
 from weir import errors
-from weir.api.admin_auth import BEARER, AuthenticatedRoute, Operator, Owner, Viewer
+from weir.api import admin_reports
+from weir.api.admin_auth import Operator, Owner, Releaser, Viewer
 from weir.api.admin_bodies import (
     ApplicationPatch,
-    AuditQuery,
     LimitsBody,
     LimitsQuery,
     NewAdminKey,
     NewApplication,
     NewKey,
     NewTenant,
+    PriceBody,
     TenantPatch,
-    TenantQuery,
-    UsageParameters,
-    parse_time,
 )
+from weir.api.admin_parts import PENDING, AdminParts, Parts, admin_router
 from weir.api.admin_problems import BODY_BYTES_MAX, PROBLEM_SCHEMA, body_too_large, install_problems, problem_response
 from weir.api.admin_views import (
-    AccountView,
     AdminKeyList,
     AdminKeyView,
     ApplicationList,
     ApplicationView,
-    AuditList,
-    GenerationView,
     KeyList,
     KeyView,
-    LedgerView,
     LimitsList,
     LimitsView,
     NewAdminKeyView,
     NewKeyView,
-    PoolList,
-    ReplicaList,
+    RevisionList,
+    RevisionPriceView,
+    RevisionView,
     TenantList,
     TenantView,
-    UsageReport,
-    UsageRowView,
     acknowledged,
-    audit_view,
-    generation_view,
     shown,
 )
 from weir.api.wire import id_headers
@@ -65,33 +56,13 @@ from weir.control.catalog_lookup import (
     require_application,
     require_tenant,
 )
-from weir.control.cell_view import CellView
-from weir.control.commands import Commands
 from weir.core.tenancy import ServiceClass
-from weir.ports import USAGE_GROUPS, Entropy, LedgerStore, UsageQuery
+
+__all__ = ["AdminParts", "create_admin_app"]
 
 REQUEST_ID_BYTES = 12
 
-
-@dataclass(frozen=True, slots=True)
-class AdminParts:
-    """What the routes need. ledger is only read."""
-
-    commands: Commands
-    ledger: LedgerStore
-    cell: CellView
-    entropy: Entropy
-
-
-def _parts(request: Request) -> AdminParts:
-    return cast(AdminParts, request.app.state.parts)
-
-
-PENDING: dict[int | str, dict[str, Any]] = {
-    202: {"description": "Stored; `pending` names the parts that have yet to acknowledge it"}
-}
-Parts = Annotated[AdminParts, Depends(_parts)]
-router = APIRouter(prefix="/admin/v1", route_class=AuthenticatedRoute, dependencies=[Depends(BEARER)])
+router = admin_router()
 
 
 class AdminApp(FastAPI):
@@ -131,8 +102,9 @@ def create_admin_app(parts: AdminParts) -> FastAPI:
         },
     )
     app.state.parts = parts
-    app.state.routes = router.routes
+    app.state.routes = [*router.routes, *admin_reports.router.routes]
     app.include_router(router)
+    app.include_router(admin_reports.router)
     install_problems(app)
     return app
 
@@ -292,59 +264,18 @@ async def get_limits(query: Annotated[LimitsQuery, Query()], caller: Viewer) -> 
     return shown(LimitsList(limits=[LimitsView.of(scope, limits) for scope, limits in entries]))
 
 
-# ── reports ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── prices ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@router.get("/usage", response_model=UsageReport)
-async def get_usage(query: Annotated[UsageParameters, Query()], caller: Viewer, parts: Parts) -> JSONResponse:
-    """Sums over usage rows, by the columns of `group_by` (separated by commas)."""
-    if query.tenant is not None:
-        require_tenant(caller.catalog, query.tenant)
-    groups = tuple(query.group_by.split(",")) if query.group_by else ()
-    if not set(groups) <= set(USAGE_GROUPS) or len(set(groups)) < len(groups):
-        members = {"field": "group_by", "accepted": list(USAGE_GROUPS)}
-        raise errors.InvalidRequest("group_by takes each of its columns once.", members=members)
-    from_ms, to_ms = parse_time("from", query.from_), parse_time("to", query.to)
-    if from_ms is not None and to_ms is not None and from_ms >= to_ms:
-        members = {"field": "to", "accepted": "a time after `from`; a date stands for its midnight in UTC"}
-        raise errors.InvalidRequest("The range of time is empty.", members=members)
-    rows = await parts.ledger.usage(UsageQuery(query.tenant, from_ms, to_ms, groups))
-    return shown(UsageReport(rows=[UsageRowView.of(row) for row in rows]))
+@router.get("/revisions", response_model=RevisionList)
+async def list_revisions(caller: Viewer) -> JSONResponse:
+    """All revisions by id, each with its price now and its whole schedule, oldest version first."""
+    catalog = caller.catalog
+    return shown(RevisionList(revisions=[RevisionView.of(revision, catalog.prices) for revision in catalog.revisions]))
 
 
-@router.get("/ledger", response_model=LedgerView)
-async def get_ledger(query: Annotated[TenantQuery, Query()], caller: Viewer, parts: Parts) -> JSONResponse:
-    """A tenant's limited accounts and its open holds."""
-    require_tenant(caller.catalog, query.tenant)
-    rows = await parts.cell.accounts(query.tenant)
-    accounts = [AccountView.model_validate({**row, "kind": row["limit_name"]}) for row in rows]
-    return shown(LedgerView(accounts=accounts, open_holds=await parts.cell.open_holds(query.tenant)))
-
-
-@router.get("/generations/{tenant}/{request_id}", response_model=GenerationView)
-async def get_generation(tenant: str, request_id: str, caller: Viewer, parts: Parts) -> JSONResponse:
-    """The latest execution of a tenant's request id; never its text."""
-    require_tenant(caller.catalog, tenant)
-    record = await parts.cell.generation(tenant, request_id)
-    if record is None:
-        raise errors.NotFound(f"Tenant {tenant!r} has no such request.")
-    return shown(generation_view(record))
-
-
-@router.get("/replicas", response_model=ReplicaList)
-async def list_replicas(caller: Viewer, parts: Parts) -> JSONResponse:
-    """Every replica, its state and what it can do."""
-    return shown(ReplicaList.model_validate({"replicas": await parts.cell.replicas()}))
-
-
-@router.get("/pools", response_model=PoolList)
-async def list_pools(caller: Viewer, parts: Parts) -> JSONResponse:
-    """Every pool, its replicas and its queue."""
-    return shown(PoolList.model_validate({"pools": await parts.cell.pools()}))
-
-
-@router.get("/audit", response_model=AuditList)
-async def list_audit(query: Annotated[AuditQuery, Query()], caller: Viewer, parts: Parts) -> JSONResponse:
-    """The newest changes, newest first; `before` continues."""
-    entries = await parts.commands.audit_trail(query.limit, parse_time("before", query.before))
-    return shown(AuditList(entries=[audit_view(entry) for entry in entries]))
+@router.put("/revisions/{revision:path}/price", response_model=RevisionPriceView, responses=PENDING)
+async def put_price(revision: str, body: PriceBody, caller: Releaser, parts: Parts) -> JSONResponse:
+    """A new version of a revision's price schedule, micro-dollars per million tokens; holds taken before keep theirs."""
+    price, done = await parts.commands.set_price(caller.actor, revision, **body.model_dump())
+    return acknowledged(RevisionPriceView.of(revision, price), done)

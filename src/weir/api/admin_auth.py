@@ -1,7 +1,7 @@
 """Who administers: bearer admin keys and what each role may do.
 
-A viewer reads; an operator also changes tenants, applications, keys and limits; an owner may do everything. The actor of the
-audit trail comes from the key and is never accepted from a request.
+A viewer reads; an operator also changes tenants, applications, keys and limits; a releaser also prices; an owner may do
+everything. The actor of the audit trail comes from the key and is never accepted from a request.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine
@@ -78,4 +78,5 @@ def at_least(role: Role) -> Callable[..., Awaitable[Caller]]:
 
 Viewer = Annotated[Caller, Depends(at_least(Role.VIEWER))]
 Operator = Annotated[Caller, Depends(at_least(Role.OPERATOR))]
+Releaser = Annotated[Caller, Depends(at_least(Role.RELEASER))]
 Owner = Annotated[Caller, Depends(at_least(Role.OWNER))]

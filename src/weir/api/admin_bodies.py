@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from weir import errors
-from weir.core.tenancy import ENFORCED_LIMITS, Role, Scope, ServiceClass
+from weir.core.tenancy import LIMIT_NAMES, Role, Scope, ServiceClass
 from weir.units import INT64_MAX, Millis
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -105,7 +105,7 @@ class ScopeBody(Body):
 
 def _limits_schema(schema: dict[str, Any]) -> None:
     amount = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": INT64_MAX}, {"type": "null"}]}
-    schema["properties"] |= dict.fromkeys(ENFORCED_LIMITS, amount)
+    schema["properties"] |= dict.fromkeys(LIMIT_NAMES, amount)
     schema["additionalProperties"] = False
 
 
@@ -121,6 +121,14 @@ class LimitsBody(BaseModel):
         return self.model_extra or {}
 
 
+class PriceBody(Body):
+    """A price, in micro-dollars per million tokens. The command checks the amounts."""
+
+    input_microusd: int
+    cached_input_microusd: int
+    output_microusd: int
+
+
 class LimitsQuery(Parameters):
     """Parts of the scopes that are wanted; all optional."""
 
@@ -131,12 +139,16 @@ class LimitsQuery(Parameters):
 
 
 class UsageParameters(Parameters):
-    """from is inclusive, to exclusive: RFC 3339 times, or dates, which stand for their midnight in UTC."""
+    """from is inclusive, to exclusive: RFC 3339 times, or dates, which stand for their midnight in UTC.
+
+    format: json, csv or parquet.
+    """
 
     tenant: str | None = None
     from_: str | None = Field(None, alias="from")
     to: str | None = None
     group_by: str | None = None
+    format: str | None = None
 
 
 class TenantQuery(Parameters):

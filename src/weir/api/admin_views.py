@@ -4,7 +4,8 @@ No answer has a field for a digest or an engine's credential, so that none can l
 creation only. A field whose default is None is absent when it is None.
 """
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
 
 import msgspec
 from fastapi.responses import JSONResponse
@@ -12,7 +13,9 @@ from pydantic import BaseModel, ConfigDict
 
 from weir.api.generations import generation_body
 from weir.api.wire import rfc3339
-from weir.core.tenancy import ENFORCED_LIMITS, Application, Limits, Role, Scope, ServiceClass
+from weir.core.metering import Price
+from weir.core.registry.model import Revision, RevisionPrice
+from weir.core.tenancy import LIMIT_NAMES, Application, Limits, Role, Scope, ServiceClass
 from weir.messages import GenerationRecord
 from weir.ports import Acknowledgement, AuditEntry, UsageRow
 
@@ -110,8 +113,57 @@ class LimitsView(Changed):
     @classmethod
     def of(cls, scope: Scope, limits: Limits) -> "LimitsView":
         """One entry; a limit that is not set is absent."""
-        amounts = {name: amount for name in ENFORCED_LIMITS if (amount := getattr(limits, name)) is not None}
+        amounts = {name: amount for name in LIMIT_NAMES if (amount := getattr(limits, name)) is not None}
         return cls.model_validate({"scope": scope.public(), **amounts})
+
+
+class PriceView(View):
+    """One version of a price schedule, in micro-dollars per million tokens."""
+
+    version: int
+    input_microusd: int
+    cached_input_microusd: int
+    output_microusd: int
+
+
+class RevisionView(View):
+    """A revision, its price now, and its whole schedule, oldest version first."""
+
+    id: str
+    engine: str
+    revoked: bool
+    price: PriceView
+    prices: list[PriceView]
+
+    @classmethod
+    def of(cls, revision: Revision, schedule: Iterable[RevisionPrice]) -> Self:
+        """A revision with its entries of the schedule."""
+        prices = [PriceView.model_validate(entry.price) for entry in schedule if entry.revision == revision.id]
+        return cls(
+            id=revision.id,
+            engine=revision.engine,
+            revoked=revision.revoked,
+            price=PriceView.model_validate(revision.price),
+            prices=sorted(prices, key=lambda price: price.version),
+        )
+
+
+class RevisionPriceView(Changed):
+    """A revision's price from now on."""
+
+    revision: str
+    price: PriceView
+
+    @classmethod
+    def of(cls, revision: str, price: Price) -> Self:
+        """The price in force for a revision."""
+        return cls(revision=revision, price=PriceView.model_validate(price))
+
+
+class RevisionList(View):
+    """All revisions."""
+
+    revisions: list[RevisionView]
 
 
 class TenantList(View):
@@ -170,7 +222,10 @@ class UsageReport(View):
 
 
 class AccountView(View):
-    """One limit of one scope. kind: the limit's name; resets_at: RFC 3339, or null where it never resets by the calendar."""
+    """One limit of one scope. kind: the limit's name.
+
+    resets_at: RFC 3339; when a budget's window ends or a per-minute limit is unused again, null where no clock says.
+    """
 
     scope: ScopeView
     kind: str
@@ -178,6 +233,14 @@ class AccountView(View):
     held: int
     spent: int
     resets_at: str | None
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Self:
+        """A row of `Book.accounts_of`."""
+        resets_at_ms = row["resets_at_ms"]
+        resets_at = None if resets_at_ms is None else rfc3339(resets_at_ms)
+        amounts = {name: row[name] for name in ("scope", "limit", "held", "spent")}
+        return cls.model_validate({**amounts, "kind": row["limit_name"], "resets_at": resets_at})
 
 
 class LedgerView(View):

@@ -5,9 +5,8 @@ engines, flush the journal, close the stores, release the state directory. Each 
 """
 
 import asyncio
-import contextlib
 import gc
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,10 +27,12 @@ from weir.app.servers import (
     url_of,
     within_open_files,
 )
+from weir.app.stores import Stores, open_stores
 from weir.clock import SystemClock, SystemEntropy
 from weir.config import WeirConfig, environment_of_engine
 from weir.control.bootstrap import BootstrapSecrets, bootstrap, draft_keys, shown_secrets
 from weir.control.commands import Commands
+from weir.control.pruning import Pruning
 from weir.control.snapshots import build_snapshot
 from weir.control.supervisor import Supervisor
 from weir.coordinator.coordinator import Coordinator, CoordinatorParts
@@ -48,11 +49,8 @@ from weir.gateway.inbox import Inbox
 from weir.gateway.pipeline import Gateway
 from weir.gateway.planning import Planner
 from weir.messages import Register
-from weir.ports import Acknowledgement, Engine
-from weir.storage.database import open_sqlite
-from weir.storage.sqlite_catalog import SqliteCatalog
-from weir.storage.sqlite_ledger import SqliteLedger
-from weir.storage.state_directory import BODY_DIGEST_SECRET, CACHE_SALT_SECRET, StateDirectory, write_private_file
+from weir.ports import Acknowledgement, Engine, LedgerStore
+from weir.storage.state_directory import BODY_DIGEST_SECRET, CACHE_SALT_SECRET, write_private_file
 from weir.telemetry import Telemetry
 
 _log = structlog.get_logger("weir.cell")
@@ -110,37 +108,10 @@ class Engines:
         await self._openai.aclose()
 
 
-@dataclass(slots=True)
-class _Stores:
-    directory: StateDirectory
-    ledger: SqliteLedger
-    catalog: SqliteCatalog
-
-    async def aclose(self) -> None:
-        await self.ledger.aclose()
-        await self.catalog.aclose()
-        self.directory.close()
-
-
-@contextlib.asynccontextmanager
-async def _open_stores(path: Path) -> AsyncIterator[_Stores]:
-    directory = StateDirectory(path)
-    try:
-        ledger, catalog = open_sqlite(directory.database)
-    except BaseException:
-        directory.close()
-        raise
-    stores = _Stores(directory, ledger, catalog)
-    try:
-        yield stores
-    finally:
-        await stores.aclose()
-
-
 class Cell:
     """One running cell. Create with `run_cell`."""
 
-    def __init__(self, options: CellOptions, stores: _Stores) -> None:
+    def __init__(self, options: CellOptions, stores: Stores) -> None:
         self._options = options
         self._config = options.config
         self._stores = stores
@@ -187,6 +158,7 @@ class Cell:
             tasks.create_task(coordinator.run())
             tasks.create_task(gateway.run())
             watchdog = tasks.create_task(self._fail_when_broken())
+            pruning = tasks.create_task(self._compose_pruning(recovered).run())
             admin = await asyncio.to_thread(_admin_app, self._commands, self._stores.ledger, view, self._entropy)
             app = TenantApp(gateway, self._clock, self._entropy, self._config.gateway, self._is_ready, self.fail)
             servers = [listeners.serve_tenants(tasks, app), listeners.serve_admin(tasks, admin, app.new_request_id)]
@@ -199,6 +171,7 @@ class Cell:
             await self._take_down(coordinator, gateway, servers)
             supervisor.cancel()
             watchdog.cancel()
+            pruning.cancel()
 
     async def _bootstrap(self) -> BootstrapSecrets:
         """Demo catalog on an empty state directory; the models of this start in any case."""
@@ -232,6 +205,10 @@ class Cell:
             telemetry=self._telemetry,
         )
         return Coordinator(parts, snapshot)
+
+    def _compose_pruning(self, recovered: Recovered) -> Pruning:
+        kept = self._config.ledger.retention_days
+        return Pruning(self._stores.ledger, self._clock, recovered.journal.epoch, kept, self._telemetry.rolled_up.inc)
 
     def _compose_gateway(self, coordinator: Coordinator) -> Gateway:
         digest_key = self._stores.directory.secret(BODY_DIGEST_SECRET, self._entropy)
@@ -367,7 +344,7 @@ def _settle_garbage_collector() -> None:
     gc.set_threshold(_YOUNG_OBJECTS, 10, 10)
 
 
-def _admin_app(commands: Commands, ledger: SqliteLedger, view: RunningCell, entropy: SystemEntropy) -> Any:
+def _admin_app(commands: Commands, ledger: LedgerStore, view: RunningCell, entropy: SystemEntropy) -> Any:
     """The management application; its framework takes a second to import, so this runs off the loop."""
     from weir.api.admin import AdminParts, create_admin_app
 
@@ -377,11 +354,11 @@ def _admin_app(commands: Commands, ledger: SqliteLedger, view: RunningCell, entr
 async def run_cell(options: CellOptions, stop: asyncio.Event, on_ready: Callable[[Ready], None]) -> None:
     """Start a cell, serve until `stop` is set, drain, and release everything.
 
-    Raises InvalidRequest for a wrong option, StateLocked, StateUnreadable, EngineError when an engine cannot be asked, and
-    whatever broke the cell.
+    Raises InvalidRequest for a wrong option, StateLocked, StateUnreadable, EngineError when an engine cannot be asked,
+    StaleEpoch when a newer cell took the database over, and whatever broke the cell.
     """
     check_engine_names(options.engines, options.config.engine)
-    async with _open_stores(options.state) as stores:
+    async with open_stores(options.state, options.config.store, options.announce) as stores:
         cell = Cell(options, stores)
         cell.remove_ready_files()
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: _loop_fault(cell, context))

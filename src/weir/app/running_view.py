@@ -15,6 +15,7 @@ from weir.gateway.inbox import Inbox
 from weir.messages import GenerationRecord
 from weir.ports import Clock
 from weir.telemetry import GaugeReading
+from weir.units import Moment
 
 
 class RunningCell:
@@ -32,7 +33,7 @@ class RunningCell:
 
     async def accounts(self, tenant: str) -> Sequence[Mapping[str, Any]]:
         """One row per scope and limit in force."""
-        return self._book.accounts_of(tenant, self._clock.monotonic_ns())
+        return self._book.accounts_of(tenant, Moment(self._clock.monotonic_ns(), self._clock.wall_ms()))
 
     async def open_holds(self, tenant: str) -> int:
         """Number of the tenant's holds that have not ended."""

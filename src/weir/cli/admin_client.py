@@ -12,13 +12,13 @@ import typer
 from weir.cli.http_api import CommandFailed, Connection, read_ready_file
 
 StateOption = Annotated[Path, typer.Option("--state", help="State directory of the running cell.", show_default=True)]
+AdminOption = Annotated[str | None, typer.Option("--admin", envvar="WEIR_ADMIN_URL", help="URL of the admin listener.")]
+AdminKeyOption = Annotated[str | None, typer.Option("--admin-key", envvar="WEIR_ADMIN_KEY", help="Admin key.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
 def admin_connection(
-    state: StateOption = Path("state"),
-    admin: Annotated[str | None, typer.Option("--admin", envvar="WEIR_ADMIN_URL", help="URL of the admin listener.")] = None,
-    admin_key: Annotated[str | None, typer.Option("--admin-key", envvar="WEIR_ADMIN_KEY", help="Admin key.")] = None,
+    state: StateOption = Path("state"), admin: AdminOption = None, admin_key: AdminKeyOption = None
 ) -> Connection:
     """The management API as the options name it. Raises CommandFailed when address or key is not known."""
     if admin:

@@ -57,9 +57,13 @@ class Connection:
 
     def call(self, method: str, path: str, body: Any = None, query: dict[str, str | None] | None = None) -> Any:
         """One request; the parsed JSON of a 2xx answer. Raises CommandFailed."""
-        given = {name: value for name, value in (query or {}).items() if value is not None}
-        with self.exchange(method, f"{path}?{urlencode(given)}" if given else path, body) as answer:
+        with self.exchange(method, _with_query(path, query), body) as answer:
             return _parsed(answer)
+
+    def download(self, path: str, query: dict[str, str | None] | None = None) -> bytes:
+        """The body of a 2xx answer to a GET, as it is. Raises CommandFailed."""
+        with self.exchange("GET", _with_query(path, query)) as answer:
+            return _body(answer) if answer.status < http.client.MULTIPLE_CHOICES else _parsed(answer)
 
     @contextmanager
     def exchange(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
@@ -96,10 +100,20 @@ def _is_host(name: str) -> bool:
     return 0 < len(name) <= _HOST_CHARS_MAX and all(0 < len(label) <= _LABEL_CHARS_MAX for label in name.split("."))
 
 
-def _parsed(answer: http.client.HTTPResponse) -> Any:
+def _with_query(path: str, query: dict[str, str | None] | None) -> str:
+    given = {name: value for name, value in (query or {}).items() if value is not None}
+    return f"{path}?{urlencode(given)}" if given else path
+
+
+def _body(answer: http.client.HTTPResponse) -> bytes:
     body = answer.read(ANSWER_BYTES_MAX + 1)
     if len(body) > ANSWER_BYTES_MAX:
         raise CommandFailed("The answer is too large.")
+    return body
+
+
+def _parsed(answer: http.client.HTTPResponse) -> Any:
+    body = _body(answer)
     try:
         document = json.loads(body)
     except ValueError as unreadable:

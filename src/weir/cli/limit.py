@@ -1,5 +1,6 @@
-"""`weir limit`: set and show limits through the management API, which alone knows what a limit may be."""
+"""`weir limit`: set, show and remove limits through the management API, which alone knows what a limit may be."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -7,8 +8,10 @@ import typer
 from weir.cli.admin_client import JsonOption, admin_connection
 from weir.cli.http_api import CommandFailed, Connection, connected
 from weir.cli.tables import print_json, print_table, thousands
+from weir.core.tenancy import LIMIT_NAMES
 
 commands = typer.Typer(no_args_is_help=True)
+TenantOption = Annotated[str, typer.Option("--tenant", help="The tenant that is limited.")]
 OptionalName = Annotated[str | None, typer.Option()]
 
 _NO_LIMIT = "none"
@@ -19,15 +22,36 @@ _NO_LIMIT = "none"
 def set_limits(
     connection: Connection,
     changes: Annotated[list[str], typer.Argument(help="LIMIT=N sets, LIMIT=none removes.", metavar="LIMIT=N...")],
-    tenant: Annotated[str, typer.Option(help="The tenant that is limited.")],
+    tenant: TenantOption,
     application: OptionalName = None,
     key: OptionalName = None,
     alias: OptionalName = None,
 ) -> None:
     """Set limits of a tenant, or of its application, key or alias; others stay."""
+    _put(connection, _scope(tenant, application, key, alias), dict(_change(text) for text in changes))
+
+
+@commands.command()
+@connected(admin_connection)
+def remove(
+    connection: Connection,
+    tenant: TenantOption,
+    names: Annotated[list[str] | None, typer.Argument(help="None named: all.", metavar="LIMIT...")] = None,
+    application: OptionalName = None,
+    key: OptionalName = None,
+    alias: OptionalName = None,
+) -> None:
+    """Remove limits of exactly this scope, so that it is unlimited; others stay."""
+    _put(connection, _scope(tenant, application, key, alias), dict.fromkeys(names or LIMIT_NAMES))
+
+
+def _scope(tenant: str, application: str | None, key: str | None, alias: str | None) -> dict[str, str]:
     named = {"tenant": tenant, "application": application, "key": key, "alias": alias}
-    scope = {part: name for part, name in named.items() if name is not None}
-    print_json(connection.call("PUT", "/admin/v1/limits", {"scope": scope, **dict(_change(text) for text in changes)}))
+    return {part: name for part, name in named.items() if name is not None}
+
+
+def _put(connection: Connection, scope: dict[str, str], changes: Mapping[str, int | None]) -> None:
+    print_json(connection.call("PUT", "/admin/v1/limits", {"scope": scope, **changes}))
 
 
 def _change(text: str) -> tuple[str, int | None]:

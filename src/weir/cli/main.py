@@ -26,11 +26,14 @@ class Entry:
 ENTRIES = {
     "up": Entry("weir.cli.up", "up", "Run a whole cell in this process."),
     "generate": Entry("weir.cli.generate", "generate", "Ask a model and stream its answer to the terminal."),
-    "tenant": Entry("weir.cli.tenant", "commands", "Create, show and end tenants."),
+    "tenant": Entry("weir.cli.tenant", "commands", "Create, show, change and end tenants."),
     "app": Entry("weir.cli.application", "commands", "Create and list a tenant's applications."),
     "key": Entry("weir.cli.key", "commands", "Create, list and revoke API keys."),
-    "limit": Entry("weir.cli.limit", "commands", "Set and show limits."),
+    "limit": Entry("weir.cli.limit", "commands", "Set, show and remove limits."),
+    "price": Entry("weir.cli.price", "commands", "Set and show the prices of revisions."),
     "usage": Entry("weir.cli.usage", "usage", "What was used and what it costs."),
+    "ledger": Entry("weir.cli.ledger", "commands", "What is held and spent; check a whole ledger."),
+    "audit": Entry("weir.cli.audit_trail", "audit", "Who changed what, and when."),
 }
 
 

@@ -1,12 +1,10 @@
-"""Answers as a person likes to read them: tables with right-aligned numbers, or JSON, or CSV.
+"""Answers as a person likes to read them: tables with right-aligned numbers, or JSON.
 
 Rich is imported when a table is printed, not before.
 """
 
-import csv
 import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 MICROS = 1_000_000
@@ -18,13 +16,6 @@ WIDTH_MAX = 10_000
 def print_json(document: Any) -> None:
     """A document as indented JSON."""
     print(json.dumps(document, indent=2, ensure_ascii=False))
-
-
-def print_csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rows as CSV with a header, raw values."""
-    writer = csv.DictWriter(sys.stdout, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
 
 
 def print_table(

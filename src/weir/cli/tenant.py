@@ -1,4 +1,4 @@
-"""`weir tenant`: create, list, show, disable, enable and revoke tenants through the management API."""
+"""`weir tenant`: create, list, show, change, disable, enable and revoke tenants through the management API."""
 
 from typing import Annotated, Any
 
@@ -46,6 +46,19 @@ def _row(tenant: dict[str, Any]) -> tuple[str, str, str, str]:
 def show(connection: Connection, name: Name) -> None:
     """Show one tenant."""
     print_json(connection.call("GET", f"/admin/v1/tenants/{segment(name)}"))
+
+
+@commands.command("set")
+@connected(admin_connection)
+def change(
+    connection: Connection,
+    name: Name,
+    time_zone: Annotated[str | None, typer.Option(help="IANA time zone; it takes effect at the next budget windows.")] = None,
+    external_allowed: Annotated[bool | None, typer.Option(help="May use models outside the platform.")] = None,
+) -> None:
+    """Change what is given of a tenant; the rest stays."""
+    body = {"time_zone": time_zone, "external_allowed": external_allowed}
+    print_json(connection.call("PATCH", f"/admin/v1/tenants/{segment(name)}", body))
 
 
 @commands.command()

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ import uvloop
 
 from weir import errors
 from weir.app.cell import CellOptions, Ready, run_cell
-from weir.config import load_config
+from weir.config import StoreConfig, load_config
 from weir.telemetry import configure_logs
 
 _PORT_MAX = 65_533  # management and metrics take the next two
@@ -33,12 +34,17 @@ def up(
         Path | None, typer.Option("--ready-file", help="Written (mode 0600) once everything is ready.")
     ] = None,
     config: Annotated[Path | None, typer.Option("--config", help="A weir.toml.")] = None,
+    database: Annotated[
+        str | None, typer.Option("--database", help="URL of a PostgreSQL database, instead of SQLite in the state directory.")
+    ] = None,
     first_answer: Annotated[bool, typer.Option("--first-answer", help="Stream one answer once ready.")] = False,
 ) -> None:
-    """Start the platform in one process: gateway, coordinator and control on SQLite, with its engines."""
+    """Start the platform in one process: gateway, coordinator and control, on SQLite or PostgreSQL, with its engines."""
     _refuse_stripped_assertions()
     try:
         settings = load_config(config)
+        if database is not None:
+            settings = replace(settings, store=StoreConfig(url=database))
         configure_logs(json=settings.log.json)
         options = CellOptions(
             engines=engine or ["llamacpp"],

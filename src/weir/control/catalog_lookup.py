@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from weir import errors
+from weir.core.registry.model import Revision
 from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Scope, Tenant
 from weir.ports import Catalog
 
@@ -36,6 +37,11 @@ def require_key(catalog: Catalog, tenant: str, application: str, key_id: str) ->
 def require_admin_key(catalog: Catalog, key_id: str) -> AdminKey:
     """The admin key of that id. Raises NotFound."""
     return _found((key for key in catalog.admin_keys if key.id == key_id), f"There is no admin key {key_id!r}.")
+
+
+def require_revision(catalog: Catalog, revision_id: str) -> Revision:
+    """The revision of this id. Raises NotFound."""
+    return _found((entry for entry in catalog.revisions if entry.id == revision_id), f"There is no revision {revision_id!r}.")
 
 
 def applications_of(catalog: Catalog, tenant: str) -> list[Application]:

@@ -8,8 +8,6 @@ revocation, so that records keep their meaning. This module never sees a request
 
 import asyncio
 import json
-import re
-import zoneinfo
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
@@ -20,14 +18,15 @@ from weir.control.catalog_lookup import (
     require_admin_key,
     require_application,
     require_key,
+    require_revision,
     require_tenant,
     resolve_scope,
 )
 from weir.control.credentials import new_credential
 from weir.control.snapshots import build_snapshot
+from weir.control.validation import check_name, check_prices, check_time_zone, checked_aliases, checked_limits
+from weir.core.metering import Price
 from weir.core.tenancy import (
-    ENFORCED_LIMITS,
-    PLANNED_LIMITS,
     AdminKey,
     ApiKey,
     Application,
@@ -37,6 +36,7 @@ from weir.core.tenancy import (
     ServiceClass,
     Tenant,
 )
+from weir.core.windows import FormerZone
 from weir.ports import (
     Acknowledgement,
     AuditEntry,
@@ -47,14 +47,15 @@ from weir.ports import (
     Entropy,
     PublishSnapshot,
 )
-from weir.units import INT64_MAX, Millis
+from weir.units import Millis
 
 T = TypeVar("T")
 Plan: TypeAlias = Callable[[Catalog], tuple[T, CatalogChange | None]]
 Outcome: TypeAlias = tuple[T, Acknowledgement]
 
-NAME_PATTERN = "[a-z0-9][a-z0-9._-]{0,62}"
-ALIAS_PATTERN = "[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}"
+_ZONES_MAX = 16
+_ZONE_KEPT_MS: Millis = 40 * 86_400_000
+"""A month's budget window, and a time zone's lag."""
 _APPLY_ATTEMPTS_MAX = 5
 """A conflict needs another administrator's change within the milliseconds of ours; five in a row are a fault elsewhere."""
 
@@ -111,7 +112,10 @@ class Commands:
         time_zone: str | None = None,
         external_allowed: bool | None = None,
     ) -> Outcome[Tenant]:
-        """Change what is given; None stays. Raises InvalidRequest for the time zone, NotFound, Revoked."""
+        """Change what is given; None stays. A time zone takes effect at the tenant's next budget windows.
+
+        Raises InvalidRequest for the time zone, or for too many of them within a month, NotFound, Revoked.
+        """
         if time_zone is not None:
             check_time_zone(time_zone)
         wanted = {"disabled": disabled, "time_zone": time_zone, "external_allowed": external_allowed}
@@ -120,10 +124,21 @@ class Commands:
 
         def plan(catalog: Catalog) -> tuple[Tenant, CatalogChange | None]:
             tenant = _unrevoked_tenant(catalog, name)
-            changed = replace(tenant, **changes)
+            changed = replace(tenant, **changes, former_time_zones=self._former_zones(tenant, time_zone))
             return changed, None if changed == tenant else CatalogChange(entry, tenants=(changed,))
 
         return await self.commit(plan)
+
+    def _former_zones(self, tenant: Tenant, time_zone: str | None) -> tuple[FormerZone, ...]:
+        """The tenant's former time zones once it has this one: those that a present budget window may still follow."""
+        if time_zone in (None, tenant.time_zone):
+            return tenant.former_time_zones
+        now_ms = self._clock.wall_ms()
+        recent = [former for former in tenant.former_time_zones if former.until_ms > now_ms - _ZONE_KEPT_MS]
+        if len(recent) >= _ZONES_MAX:
+            members = {"field": "time_zone", "accepted": f"{_ZONES_MAX} changes within {_ZONE_KEPT_MS // 86_400_000} days"}
+            raise errors.InvalidRequest("time_zone was changed too often.", members=members)
+        return (*recent, FormerZone(tenant.time_zone, now_ms))
 
     async def revoke_tenant(self, actor: str, name: str) -> Outcome[Tenant]:
         """End a tenant for good: its running work is cancelled. Idempotent. Raises NotFound."""
@@ -151,7 +166,7 @@ class Commands:
         Raises InvalidRequest for a name, NotFound or Revoked for the tenant, AlreadyExists.
         """
         check_name("name", name)
-        application = Application(tenant, name, service_class, _checked_aliases(aliases))
+        application = Application(tenant, name, service_class, checked_aliases(aliases))
         summary = {"service_class": service_class.value, "aliases": _sorted_or_none(application.aliases)}
         entry = self.audit_entry(actor, "application.create", f"{tenant}/{name}", summary)
 
@@ -167,7 +182,7 @@ class Commands:
         self, actor: str, tenant: str, name: str, aliases: Sequence[str] | None
     ) -> Outcome[Application]:
         """Set the aliases that an application may use; None for every one. Raises InvalidRequest, NotFound, Revoked."""
-        allowed = _checked_aliases(aliases)
+        allowed = checked_aliases(aliases)
         entry = self.audit_entry(actor, "application.patch", f"{tenant}/{name}", {"aliases": _sorted_or_none(allowed)})
 
         def plan(catalog: Catalog) -> tuple[Application, CatalogChange | None]:
@@ -244,17 +259,47 @@ class Commands:
     async def put_limits(self, actor: str, scope: Scope, changes: Mapping[str, object]) -> Outcome[tuple[Scope, Limits]]:
         """Merge into a scope's limits: absent names stay, None removes, an int 0 … 2**63 − 1 sets. Answers the entry.
 
-        Raises InvalidRequest for an unknown name or a value, UnsupportedField for one not enforced yet, NotFound.
+        The audit trail shows each changed limit as [before, after].
+        Raises InvalidRequest for an unknown name or a value, NotFound.
         """
-        accepted = _checked_limits(changes)
+        accepted = checked_limits(changes)
 
         def plan(catalog: Catalog) -> tuple[tuple[Scope, Limits], CatalogChange | None]:
             resolved = resolve_scope(catalog, scope)
             before = limits_of(catalog, resolved)
             after = replace(before, **accepted)
             subject = "/".join(f"{part}={name}" for part, name in resolved.public().items())
-            entry = self.audit_entry(actor, "limits.put", subject, accepted)
-            return (resolved, after), None if after == before else CatalogChange(entry, limits=((resolved, after),))
+            changed = {name: [was, now] for name, now in accepted.items() if (was := getattr(before, name)) != now}
+            entry = self.audit_entry(actor, "limits.put", subject, changed)
+            return (resolved, after), CatalogChange(entry, limits=((resolved, after),)) if changed else None
+
+        return await self.commit(plan)
+
+    # ── prices ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def set_price(
+        self, actor: str, revision: str, *, input_microusd: int, cached_input_microusd: int, output_microusd: int
+    ) -> Outcome[Price]:
+        """A new version of a revision's price schedule, micro-dollars per million tokens; holds taken before keep theirs.
+
+        Raises InvalidRequest for an amount, NotFound, Revoked.
+        """
+        amounts = {
+            "input_microusd": input_microusd,
+            "cached_input_microusd": cached_input_microusd,
+            "output_microusd": output_microusd,
+        }
+        check_prices(amounts)
+
+        def plan(catalog: Catalog) -> tuple[Price, CatalogChange | None]:
+            known = require_revision(catalog, revision)
+            if known.revoked:
+                raise errors.Revoked(f"Revision {revision!r} was revoked.")
+            price = Price(known.price.version + 1, **amounts)
+            if replace(price, version=known.price.version) == known.price:
+                return known.price, None
+            entry = self.audit_entry(actor, "price.set", revision, {"version": price.version, **amounts})
+            return price, CatalogChange(entry, revisions=(replace(known, price=price),))
 
         return await self.commit(plan)
 
@@ -281,51 +326,6 @@ class Commands:
     def audit_entry(self, actor: str, action: str, subject: str, summary: Mapping[str, object]) -> AuditEntry:
         """An entry of the audit trail at this moment. summary: JSON values without secrets."""
         return AuditEntry(self._clock.wall_ms(), actor, action, subject, json.dumps(summary, sort_keys=True))
-
-
-# ── validation ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def check_name(field: str, name: str) -> None:
-    """Raises InvalidRequest unless it is a name of a tenant, an application or an actor."""
-    if not re.fullmatch(NAME_PATTERN, name):
-        raise errors.InvalidRequest(f"{field} is not a valid name.", members={"field": field, "accepted": NAME_PATTERN})
-
-
-def check_time_zone(name: str) -> None:
-    """Raises InvalidRequest unless it is an IANA time zone of this machine."""
-    try:
-        zoneinfo.ZoneInfo(name)
-    except (KeyError, ValueError, OSError) as unknown:  # a directory, a path out of the database, an unknown name
-        accepted = "an IANA time zone, such as Europe/Berlin"
-        members = {"field": "time_zone", "accepted": accepted}
-        raise errors.InvalidRequest("time_zone is not a known time zone.", members=members) from unknown
-
-
-def _checked_aliases(aliases: Sequence[str] | None) -> frozenset[str] | None:
-    for alias in aliases or ():
-        if not re.fullmatch(ALIAS_PATTERN, alias):
-            members = {"field": "aliases", "accepted": f"a list of {ALIAS_PATTERN}"}
-            raise errors.InvalidRequest("aliases holds what cannot be an alias.", members=members)
-    return None if aliases is None else frozenset(aliases)
-
-
-def _checked_limits(changes: Mapping[str, object]) -> dict[str, Any]:
-    """The enforced limits among the changes, each None or an int in range."""
-    accepted: dict[str, Any] = {}
-    for name, value in changes.items():
-        if name in PLANNED_LIMITS:
-            if value is not None:
-                raise errors.UnsupportedField(f"{name} is not enforced yet.", members={"field": name})
-        elif name not in ENFORCED_LIMITS:
-            members = {"field": name, "accepted": list(ENFORCED_LIMITS)}
-            raise errors.InvalidRequest("There is no such limit.", members=members)
-        elif value is None or (type(value) is int and 0 <= value <= INT64_MAX):
-            accepted[name] = value
-        else:
-            members = {"field": name, "accepted": f"an integer 0 … {INT64_MAX}, or null"}
-            raise errors.InvalidRequest(f"{name} must be a whole number that is not negative.", members=members)
-    return accepted
 
 
 def _unrevoked_tenant(catalog: Catalog, name: str) -> Tenant:

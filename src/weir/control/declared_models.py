@@ -1,6 +1,6 @@
 """Models that are registered together, and what of them is new.
 
-Pure. Declaring a revision again never brings a revoked one back, and never replaces a price schedule by an older one.
+Pure. Declaring a revision again never brings a revoked one back, and never replaces a price that was set.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class DeclaredModels:
 
 
 def changed_models(catalog: Catalog, models: DeclaredModels) -> DeclaredModels:
-    """What of the declared models differs from the catalog. A revocation and a newer price schedule stay.
+    """What of the declared models differs from the catalog. A revocation and the price schedule stay.
 
     Raises InvalidRequest where an alias or a pool names a revision that is neither declared nor known.
     """
@@ -51,7 +51,7 @@ def _check_named(models: DeclaredModels, ids: set[str]) -> None:
 def _kept(declared: Revision, stored: Revision | None) -> Revision:
     if stored is None:
         return declared
-    price = stored.price if stored.price.version > declared.price.version else declared.price
+    price = stored.price if stored.price.version >= declared.price.version else declared.price
     return replace(declared, price=price, revoked=declared.revoked or stored.revoked)
 
 

@@ -18,5 +18,6 @@ def build_snapshot(catalog: Catalog) -> Snapshot:
         aliases={alias.name: alias for alias in catalog.aliases},
         revisions={revision.id: revision for revision in catalog.revisions},
         pools={pool.name: pool for pool in catalog.pools},
+        prices={(entry.revision, entry.price.version): entry.price for entry in catalog.prices},
         limits={scope: limits for scope, limits in catalog.limits if not limits.is_empty},
     )

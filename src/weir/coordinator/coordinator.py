@@ -2,11 +2,13 @@
 
 Every decision is one synchronous step on the event loop: the core decides, this class takes what was decided, appends the
 record and tells the gateway. It never waits inside a decision, never sees prompt or output text, and never retries a write
-itself.
+itself. Who waits and what starts is its dispatcher's, how an end is posted its settler's.
 
     acquire ──▶ decide ─ rejected
                   └ take · hold record · queue ──▶ schedule ──▶ step record · granted ──▶ progress ──▶ finish ──▶ settle record
-                                                      ▲                                                  stopped ─┘ (lane)
+                                           ▲          ▲                                                   │    stopped ─┐ (lane)
+                                           └──────────┼────────────────────── retry ──────────────────────┘             │
+                                                      └─────────────────────────────────────────────────────────────────┘
 """
 
 import asyncio
@@ -19,9 +21,10 @@ import msgspec
 
 from weir import errors
 from weir.config import CoordinatorConfig
-from weir.coordinator.execution import Execution, Placement
+from weir.coordinator.dispatcher import Dispatcher
+from weir.coordinator.execution import Execution
 from weir.coordinator.execution_table import ExecutionTable
-from weir.coordinator.fleet import START_EXPECTED_MS, Fleet, PoolView
+from weir.coordinator.fleet import Fleet, PoolView
 from weir.coordinator.journal import Journal
 from weir.coordinator.ledger_entries import Stamp, hold_record
 from weir.coordinator.queries import Queries
@@ -29,29 +32,24 @@ from weir.coordinator.rejections import RejectionCounter
 from weir.coordinator.sessions import LocalLink, Session, Sessions
 from weir.coordinator.settler import Settler
 from weir.coordinator.store_watch import StoreWatch
-from weir.core.admission import Admit, Asked, Bound, Door, decide
+from weir.core.admission import Admit, Asked, Bound, decide
 from weir.core.endings import FinishReason
 from weir.core.ledger import reservation
 from weir.core.ledger.book import Book
-from weir.core.ledger.records import ExecutionId, StepRecord
+from weir.core.ledger.records import ExecutionId
 from weir.core.registry.model import WorkloadClass
 from weir.core.registry.snapshot import Snapshot
 from weir.core.request import Admit as AdmitEvent
-from weir.core.request import Dispatch, Dispatched, FirstOutput, Queued, Received, advance
-from weir.core.scheduling.feasibility import predicted_wait_ms
-from weir.core.scheduling.queues import DomainQueue
-from weir.core.scheduling.schedule import Start, next_start
+from weir.core.request import Dispatched, FirstOutput, Queued, Received, advance
 from weir.core.tenancy import Principal, scopes_of
 from weir.messages import (
     Acquire,
     Admitted,
     AskStanding,
     CancelById,
-    DeliveryBooked,
     Finish,
     FleetView,
     GenerationRecord,
-    Granted,
     HoldBooked,
     Lookup,
     Progress,
@@ -63,7 +61,7 @@ from weir.messages import (
 )
 from weir.ports import Clock, GatewayInbox
 from weir.telemetry import Telemetry
-from weir.units import Millis, ceil_ms_from_ns, ms_from_ns, ns_from_ms
+from weir.units import Millis, Moment, ceil_ms_from_ns, ms_from_ns, ns_from_ms
 
 _LATE_RETRY_MS = 1_000
 
@@ -98,6 +96,7 @@ class Coordinator:
         self._queries = Queries(parts.clock, parts.book, parts.executions, self._ask_to_stop, self._start)
         self._sessions = Sessions()
         self._settler = Settler(parts.clock, parts.book, parts.journal, parts.executions, self._sessions, parts.telemetry)
+        self._dispatcher = Dispatcher(parts.clock, parts.config, parts.fleet, parts.journal, self._settler, self._sessions)
         self._store_watch = StoreWatch(
             parts.clock,
             ns_from_ms(parts.config.store_wait_ms),
@@ -106,8 +105,6 @@ class Coordinator:
             self._settler,
             self._ask_to_stop,
         )
-        self._queues: dict[str, DomainQueue[ExecutionId]] = {}
-        self._queued: dict[ExecutionId, Execution] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._draining = False
         self._closed = False
@@ -157,8 +154,7 @@ class Coordinator:
 
     def queued_in(self, pool: str) -> int:
         """Admitted requests that wait in a pool's domain."""
-        queue = self._queues.get(pool)
-        return len(queue) if queue is not None else 0
+        return self._dispatcher.waiting_in(pool)
 
     @property
     def snapshot(self) -> Snapshot:
@@ -181,7 +177,7 @@ class Coordinator:
     def publish(self, snapshot: Snapshot) -> None:
         """Put a newer approved configuration in force, here and in every session; work of what is revoked is cancelled."""
         self._snapshot = snapshot
-        self._book.set_limits(snapshot.limits, self._clock.monotonic_ns())
+        self._book.configure(snapshot.limits, snapshot.zones(), self._clock.monotonic_ns())
         for execution in self._executions.live:
             asked = execution.acquire
             revision = snapshot.revisions.get(asked.revision)
@@ -191,7 +187,7 @@ class Coordinator:
 
     def _fleet_changed(self) -> None:
         self._sessions.tell_all(FleetView(self._fleet.ready_addresses()))
-        self._schedule()
+        self._dispatcher.schedule()
 
     # ── admission ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -230,8 +226,8 @@ class Coordinator:
         if pool is None:
             self._reject(session, asked, errors.UnknownAlias("No pool serves the revision behind this alias."))
             return
-        now_ns = self._clock.monotonic_ns()
-        decision = decide(_asked(asked), self._snapshot, bound, self._book, self._door(pool, asked), now_ns)
+        door = self._dispatcher.door(pool, asked)
+        decision = decide(_asked(asked), self._snapshot, bound, self._book, door, self._now())
         if isinstance(decision, Admit):
             self._take(session, asked, decision, pool)
             return
@@ -245,23 +241,6 @@ class Coordinator:
         if self._store_watch.is_late:
             return errors.LedgerUnavailable("The ledger cannot be written now.", retry_after_ms=_LATE_RETRY_MS)
         return None
-
-    def _door(self, pool: PoolView, asked: Acquire) -> Door:
-        queue = self._queue(pool.name)
-        lanes, free = self._fleet.lanes(pool)
-        return Door(
-            lanes=lanes,
-            queue_refusal=queue.refusal(asked.tenant, asked.input_bytes),
-            predicted_wait_ms=predicted_wait_ms(len(queue), lanes, free, pool.occupancy) if lanes else 0,
-            wait_ms_max=queue.bounds.wait_ms_max,
-            no_capacity_retry_ms=START_EXPECTED_MS,
-        )
-
-    def _queue(self, pool: str) -> DomainQueue[ExecutionId]:
-        queue = self._queues.get(pool)
-        if queue is None:
-            queue = self._queues[pool] = DomainQueue(self._config.queue_bounds)
-        return queue
 
     def _take(self, session: Session, asked: Acquire, admit: Admit, pool: PoolView) -> None:
         now_ns = self._clock.monotonic_ns()
@@ -282,16 +261,15 @@ class Coordinator:
         self._executions.add(execution)
         self._settler.idle.clear()
         session.by_ref[asked.ref] = execution
-        self._queue(pool.name).push(asked.tenant, execution.id, asked.input_bytes)
-        self._queued[execution.id] = execution
+        self._dispatcher.enqueue(execution)
         session.inbox.deliver(Admitted(asked.ref, admit.execution, self._queries.standing(admit.scopes)))
-        self._schedule()
-        if isinstance(execution.state, Queued):
-            self._watch_the_wait(execution)
+        self._dispatcher.start(execution)
 
     def _append_hold(self, execution: Execution) -> None:
-        taken = self._book.take(execution.id, execution.admit.scopes, execution.admit.worst, self._clock.monotonic_ns())
-        stamp = Stamp(self._journal.next_seq(), self._clock.wall_ms())
+        now = self._now()
+        taken = self._book.take(execution.id, execution.admit.scopes, execution.admit.worst, now)
+        execution.windows = taken.windows
+        stamp = Stamp(self._journal.next_seq(), now.wall_ms)
         self._journal.append(hold_record(execution, stamp, taken), partial(self._hold_is_durable, execution))
 
     def _hold_is_durable(self, execution: Execution) -> None:
@@ -321,68 +299,18 @@ class Coordinator:
             )
         )
 
-    # ── dispatch ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _schedule(self) -> None:
-        """Dispatch as long as something that waits can start."""
-        while (start := next_start(self._queues, self._fleet.replicas_by_pool())) is not None:
-            self._dispatch(start)
-
-    def _dispatch(self, start: Start[ExecutionId]) -> None:
-        self._queues[start.domain].pop()
-        execution = self._queued.pop(start.key)
-        execution.cancel_timer()
-        now_ns = self._clock.monotonic_ns()
-        if now_ns >= execution.deadline_ns:
-            self._settler.release(execution, FinishReason.DEADLINE)
-            return
-        asked, replica = execution.acquire, start.replica
-        execution.state = advance(execution.state, Dispatch(ms_from_ns(now_ns), replica.name))
-        assert isinstance(execution.state, Dispatched)
-        attempt = execution.state.attempt
-        lane = replica.take_lane()
-        execution.placement = Placement(replica, lane, attempt, now_ns)
-        most = min(self._config.delivery_step_tokens, execution.admit.worst.output_tokens)
-        self._append_step(execution, most if asked.stream else 0)
-        self._sessions.deliver(
-            execution,
-            Granted(
-                ref=asked.ref,
-                attempt=attempt,
-                replica=self._fleet.address_of(replica.name),
-                lane=lane,
-                delivered_max=execution.delivered_max,
-            ),
-        )
-
-    def _append_step(self, execution: Execution, delivered_max: int) -> None:
-        placement = execution.placement
-        assert placement is not None
-        execution.delivered_max = delivered_max
-        record = StepRecord(self._journal.next_seq(), execution.id, placement.attempt, placement.replica.name, delivered_max)
-        booked = DeliveryBooked(execution.acquire.ref, placement.attempt, delivered_max)
-        self._journal.append(record, partial(self._sessions.deliver, execution, booked))
-
-    def _watch_the_wait(self, execution: Execution) -> None:
-        now_ns = self._clock.monotonic_ns()
-        bound_ns = now_ns + ns_from_ms(self._queue(execution.pool).bounds.wait_ms_max)
-        due_ns = min(bound_ns, execution.deadline_ns)
-        reason = FinishReason.QUEUE_WAIT if bound_ns < execution.deadline_ns else FinishReason.DEADLINE
-        delay_s = max(0, due_ns - now_ns) / 1e9
-        execution.timer = asyncio.get_running_loop().call_later(delay_s, self._end_queued, execution, reason)
-
     # ── progress and ends ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_progress(self, session: Session, progress: Progress) -> None:
         execution = session.by_ref.get(progress.ref)
-        if execution is None or execution.end_record is not None:
+        if execution is None or execution.end_record is not None or isinstance(execution.state, Queued):
             return
         if progress.first_output and isinstance(execution.state, Dispatched):
             execution.state = advance(execution.state, FirstOutput(ms_from_ns(self._clock.monotonic_ns())))
         if progress.delivered_max is not None:
             wanted = min(progress.delivered_max, execution.admit.worst.output_tokens)
             if wanted > execution.delivered_max:
-                self._append_step(execution, wanted)
+                self._dispatcher.append_step(execution, wanted)
 
     def _on_finish(self, session: Session, finish: Finish) -> None:
         session.asking.discard(finish.ref)
@@ -392,22 +320,17 @@ class Coordinator:
         if execution.end_record is not None:
             self._telemetry.late.inc()
         elif isinstance(execution.state, Queued):
-            self._end_queued(execution, finish.reason)
+            self._dispatcher.end_waiting(execution, finish.reason)
         else:
-            self._settler.settle(execution, finish)
-            if finish.reason in (FinishReason.REPLICA_LOST, FinishReason.STALLED) and execution.placement is not None:
-                self._fleet.doubted(execution.pool, execution.placement.replica.name)
-
-    def _end_queued(self, execution: Execution, reason: FinishReason) -> None:
-        """End an execution that waits in its queue."""
-        self._queues[execution.pool].remove(execution.id.tenant, execution.id)
-        self._queued.pop(execution.id, None)
-        execution.cancel_timer()
-        self._settler.release(execution, reason)
+            placement = execution.placement
+            if finish.reason in (FinishReason.REPLICA_LOST, FinishReason.STALLED) and placement is not None:
+                self._fleet.doubted(execution.pool, placement.replica.name)
+            if not self._dispatcher.retry(execution, finish):
+                self._settler.settle(execution, finish)
 
     def _on_stopped(self, session: Session, stopped: Stopped) -> None:
         execution = session.by_ref.get(stopped.ref)
-        placement = execution.placement if execution else None
+        placement = execution.placement_of(stopped.attempt) if execution else None
         if execution is None or placement is None or placement.lane is None:
             return
         now_ns = self._clock.monotonic_ns()
@@ -423,19 +346,22 @@ class Coordinator:
             self._telemetry.unconfirmed.labels(revision).inc()
             self._fleet.condemn(execution.pool, placement.replica.name)
         self._settler.forget_if_quiet(execution)
-        self._schedule()
+        self._dispatcher.schedule()
 
     def _ask_to_stop(self, execution: Execution, reason: FinishReason) -> None:
         """End an execution for a reason of ours: at once while it waits, through its gateway while it runs."""
         if execution.end_record is not None or execution.stop_asked is not None:
             return
         if isinstance(execution.state, Queued):
-            self._end_queued(execution, reason)
+            self._dispatcher.end_waiting(execution, reason)
             return
         execution.stop_asked = reason
         self._sessions.deliver(execution, StopRequest(execution.acquire.ref, reason))
 
     # ── small ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _now(self) -> Moment:
+        return Moment(self._clock.monotonic_ns(), self._clock.wall_ms())
 
     def _workload_class(self, name: str) -> WorkloadClass:
         return next(row for row in self._snapshot.workload_classes if row.name == name)

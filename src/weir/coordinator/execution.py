@@ -11,6 +11,7 @@ from weir.core.admission import Admit, Bound
 from weir.core.endings import FinishReason, ending
 from weir.core.ledger.records import EndRecord, ExecutionId, SettleRecord, Timing
 from weir.core.ledger.reservation import Reservation
+from weir.core.metering import Usage
 from weir.core.registry.model import WorkloadClass
 from weir.core.request import Admitted, Ended, RequestState, is_terminal, public_status
 from weir.core.routing.replica import Replica
@@ -20,7 +21,7 @@ from weir.units import Nanos, Tokens
 
 @dataclass(slots=True)
 class Placement:
-    """Where the running attempt is. lane: None once it was given back. lane_taken_ns: when it was taken."""
+    """Where an attempt runs or ran. lane: None once it was given back. lane_taken_ns: when it was taken."""
 
     replica: Replica
     lane: int | None
@@ -32,7 +33,9 @@ class Placement:
 class Execution:
     """One admitted run of a request id. session: name of the gateway session that carries it.
 
-    end_record and decided_ns: set when the end is decided. given_up: its answer was dropped because the store was away.
+    windows: the budget windows that its hold counts in. placements: of its attempts, the last one last. lost: what the attempt
+    that was retried used. end_record and decided_ns: set when the end is decided. given_up: its answer was dropped because the
+    store was away.
     """
 
     id: ExecutionId
@@ -46,9 +49,11 @@ class Execution:
     state: RequestState
     reservation: Reservation
     workload: WorkloadClass
+    windows: tuple[str, ...] = ()
     hold_durable: bool = False
     delivered_max: Tokens = 0
-    placement: Placement | None = None
+    placements: list[Placement] = field(default_factory=list)
+    lost: Usage | None = None
     timer: TimerHandle | None = None
     stop_asked: FinishReason | None = None
     end_record: EndRecord | None = None
@@ -63,9 +68,18 @@ class Execution:
         return is_terminal(self.state)
 
     @property
+    def placement(self) -> Placement | None:
+        """Where its last attempt runs or ran."""
+        return self.placements[-1] if self.placements else None
+
+    def placement_of(self, attempt: int) -> Placement | None:
+        """Where one of its attempts runs or ran."""
+        return next((placement for placement in self.placements if placement.attempt == attempt), None)
+
+    @property
     def holds_lane(self) -> bool:
-        """Whether an engine may still run something for it."""
-        return self.placement is not None and self.placement.lane is not None
+        """Whether an engine may still run something for it, also for an attempt that was lost."""
+        return any(placement.lane is not None for placement in self.placements)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -125,6 +139,6 @@ def error_code_of(reason: FinishReason) -> str | None:
 
 
 def queue_timing(execution: Execution, now_ns: Nanos) -> Timing:
-    """Timing of an execution that never started."""
-    waited_ms = execution.waited_ms(now_ns)
-    return Timing(queue_ms=waited_ms, total_ms=waited_ms)
+    """How long it waited for its first dispatch, if that came, and took in all."""
+    dispatched_ns = execution.placements[0].lane_taken_ns if execution.placements else now_ns
+    return Timing(queue_ms=execution.waited_ms(dispatched_ns), total_ms=execution.waited_ms(now_ns))

@@ -4,7 +4,7 @@ It holds facts and answers questions. Control's supervisor reports what was laun
 and frees lanes. Every change that could let waiting work start, or that gateways must know, is announced to `on_change`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from weir.core.routing.replica import Replica, ReplicaEvent, ReplicaLimits, ReplicaState
@@ -103,7 +103,7 @@ class Fleet:
         name = self._pool_of_revision.get(revision)
         return self._pools[name] if name is not None else None
 
-    def replicas_by_pool(self) -> dict[str, Iterable[Replica]]:
+    def replicas_by_pool(self) -> dict[str, Collection[Replica]]:
         """What the scheduler matches with queues."""
         return {name: pool.replicas.values() for name, pool in self._pools.items()}
 
@@ -124,9 +124,9 @@ class Fleet:
             if replica.state is ReplicaState.READY
         )
 
-    def lanes(self, pool: PoolView) -> tuple[int, int]:
-        """(lanes of ready replicas, those of them that are free)."""
-        ready = [replica for replica in pool.replicas.values() if replica.state is ReplicaState.READY]
+    def lanes(self, pool: PoolView, avoid: str | None = None) -> tuple[int, int]:
+        """(lanes of ready replicas, those of them that are free). avoid: a replica that does not count."""
+        ready = [each for each in pool.replicas.values() if each.state is ReplicaState.READY and each.name != avoid]
         return sum(replica.limits.concurrency for replica in ready), sum(replica.free for replica in ready)
 
     def demand(self, pool: PoolView) -> None:

@@ -43,6 +43,11 @@ class Journal:
         self._is_ambiguous = False  # a write of the group in hand may have taken effect
         self._closing = False
 
+    @property
+    def epoch(self) -> int:
+        """The turn in which this journal is the store's writer."""
+        return self._epoch
+
     def next_seq(self) -> int:
         """The number of the next record to append."""
         self._next_seq += 1

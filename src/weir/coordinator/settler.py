@@ -2,26 +2,29 @@
 
 The tenant's concurrency, buckets and budgets settle in memory when the end is decided; the record lands with the next group. An
 answer that is not streamed becomes COMPLETED only once that record is durable; when the store is away for too long the output
-is dropped and the record, if no write has taken it yet, becomes zero for the tenant.
+is dropped and the record, if no write has taken it yet, becomes zero for the tenant. What an attempt used that was retried is
+kept until then: it is in the one settlement, as the platform's.
 """
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 
 from weir.coordinator.execution import Execution, queue_timing, shown_as
 from weir.coordinator.execution_table import ExecutionTable
 from weir.coordinator.journal import Journal
-from weir.coordinator.ledger_entries import Outcome, Stamp, outcome_of, release_record, settle_record
+from weir.coordinator.ledger_entries import Outcome, Stamp, outcome_of, release_record, sane_usage, settle_record
 from weir.coordinator.sessions import Sessions
 from weir.core.endings import FinishReason, Status, ending
 from weir.core.ledger import reservation
 from weir.core.ledger.book import Book
 from weir.core.ledger.records import EndRecord, SettleRecord, Timing
-from weir.core.metering import NO_CHARGE, Usage, charge
-from weir.core.request import End, advance
+from weir.core.metering import NO_CHARGE, Price, Usage, charge
+from weir.core.request import End, Requeue, advance
 from weir.messages import EndBooked, Ended, EndUnbooked, Finish, Found
 from weir.ports import Clock
 from weir.telemetry import Telemetry
+from weir.units import MicroDollars
 
 
 class Settler:
@@ -39,8 +42,24 @@ class Settler:
         self.idle = asyncio.Event()
         self.idle.set()
 
-    def release(self, execution: Execution, reason: FinishReason) -> None:
-        """End an execution that was never dispatched; it used nothing."""
+    def lose(self, execution: Execution, finish: Finish) -> None:
+        """An attempt failed and is retried: nothing ends, and what it used is the platform's whatever follows."""
+        execution.lost, _ = sane_usage(finish.usage)
+        execution.delivered_max = 0
+        execution.state = advance(execution.state, Requeue())
+        self._telemetry.retries.labels(execution.acquire.revision).inc()
+
+    def end_waiting(self, execution: Execution, reason: FinishReason) -> None:
+        """End an execution that waits for a replica: the tenant pays nothing, and the platform what a lost attempt used."""
+        lost = execution.lost
+        if lost is None:
+            self._release(execution, reason)
+            return
+        unpaid = replace(NO_CHARGE, platform_microusd=_cost(lost, execution.admit.revision.price))
+        timing = queue_timing(execution, self._clock.monotonic_ns())
+        self._post(execution, Outcome(reason, lost, 0, unpaid), timing, None)
+
+    def _release(self, execution: Execution, reason: FinishReason) -> None:
         execution.reservation, first = reservation.release(execution.reservation)
         assert first
         now_ns = self._clock.monotonic_ns()
@@ -51,18 +70,19 @@ class Settler:
 
     def settle(self, execution: Execution, finish: Finish) -> None:
         """Post what the gateway reported of an execution that was dispatched."""
-        placement = execution.placement
-        assert placement is not None
-        now_ns = self._clock.monotonic_ns()
         outcome = outcome_of(finish, execution.admit.worst, execution.admit.revision.price)
-        execution.reservation, first = reservation.settle(execution.reservation, outcome.charge, outcome.usage.basis)
-        assert first
+        outcome = _with_lost(outcome, execution)
         if outcome.charge.clamped:
             self._telemetry.clamped.labels(execution.acquire.revision).inc()
-        returns = self._book.end(execution.id, outcome.charge, now_ns)
-        queue_ms = execution.waited_ms(placement.lane_taken_ns)
-        timing = Timing(queue_ms, finish.ttft_ms, finish.tpot_ms, execution.waited_ms(now_ns))
-        record = settle_record(execution, outcome, self._stamp(), returns, timing, finish.error_detail)
+        timing = queue_timing(execution, self._clock.monotonic_ns())
+        timing = Timing(timing.queue_ms, finish.ttft_ms, finish.tpot_ms, timing.total_ms)
+        self._post(execution, outcome, timing, finish.error_detail)
+
+    def _post(self, execution: Execution, outcome: Outcome, timing: Timing, detail: str | None) -> None:
+        execution.reservation, first = reservation.settle(execution.reservation, outcome.charge, outcome.usage.basis)
+        assert first
+        returns = self._book.end(execution.id, outcome.charge, self._clock.monotonic_ns())
+        record = settle_record(execution, outcome, self._stamp(), returns, timing, detail)
         self._append(execution, record)
         if execution.acquire.stream or record.status is not Status.COMPLETED:
             self._conclude(execution)
@@ -111,12 +131,12 @@ class Settler:
         reason = FinishReason.LEDGER_UNAVAILABLE
         usage = Usage(record.input_tokens, record.cached_input_tokens, record.output_tokens, record.basis)
         due = charge(ending(reason), usage, 0, execution.admit.worst, execution.admit.revision.price)
-        outcome = Outcome(reason, usage, 0, due)
+        outcome = _with_lost(Outcome(reason, usage, 0, due), execution)
         stamp = Stamp(record.seq, record.at_ms)
         instead = settle_record(execution, outcome, stamp, record.returns, record.timing, None)
         if self._journal.withdraw(record.seq, instead, partial(self._is_durable, execution)):
             tokens = record.tenant_input_tokens + record.tenant_output_tokens
-            self._book.forgive(execution.admit.scopes, record.cost_microusd, tokens)
+            self._book.forgive(execution.admit.scopes, execution.windows, record.cost_microusd, tokens)
             execution.end_record = instead
             self._conclude(execution)
         execution.given_up = True
@@ -124,3 +144,15 @@ class Settler:
 
     def _stamp(self) -> Stamp:
         return Stamp(self._journal.next_seq(), self._clock.wall_ms())
+
+
+def _with_lost(outcome: Outcome, execution: Execution) -> Outcome:
+    """The same with the cost of the attempt that was retried, which is the platform's."""
+    if execution.lost is None:
+        return outcome
+    platform = outcome.charge.platform_microusd + _cost(execution.lost, execution.admit.revision.price)
+    return replace(outcome, charge=replace(outcome.charge, platform_microusd=platform))
+
+
+def _cost(usage: Usage, price: Price) -> MicroDollars:
+    return price.cost(usage.input_tokens, usage.cached_input_tokens, usage.output_tokens)

@@ -16,7 +16,7 @@ from weir.core.metering import Worst, worst_case
 from weir.core.registry.model import Revision
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import Principal, Scopes, scopes_of
-from weir.units import Bytes, Millis, Nanos, Tokens
+from weir.units import Bytes, Millis, Moment, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Admit:
 Decision: TypeAlias = Admit | errors.WeirError
 
 
-def decide(asked: Asked, snapshot: Snapshot, bound: Bound | None, book: Book, door: Door, now_ns: Nanos) -> Decision:
+def decide(asked: Asked, snapshot: Snapshot, bound: Bound | None, book: Book, door: Door, now: Moment) -> Decision:
     """Admit, or the first refusal. Changes nothing."""
     try:
         snapshot.check_standing(asked.principal)
@@ -97,7 +97,7 @@ def decide(asked: Asked, snapshot: Snapshot, bound: Bound | None, book: Book, do
         return refusal
     scopes = scopes_of(asked.principal.tenant, asked.principal.application, asked.principal.key, asked.alias)
     worst = worst_case(revision.price, asked.input_tokens, asked.max_output_tokens, asked.choices)
-    refused = book.check(scopes, worst, now_ns) or door_refusal(door, asked.deadline_ms)
+    refused = book.check(scopes, worst, now) or door_refusal(door, asked.deadline_ms)
     return refused or Admit(bound.execution + 1 if bound else 1, revision, scopes, worst)
 
 

@@ -11,6 +11,8 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import TypeAlias
 
+from weir.core.windows import FormerZone, Zones
+
 KEY_SECRET_BYTES = 32
 KEY_ID_BYTES = 6
 _KEY_PREFIX = "weir"
@@ -36,13 +38,19 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """An organisation that owns applications. time_zone: IANA name, used for budget windows."""
+    """An organisation that owns applications. time_zone: IANA name, used for budget windows; the former ones: those of late."""
 
     name: str
     time_zone: str = "UTC"
     disabled: bool = False
     revoked: bool = False
     external_allowed: bool = False
+    former_time_zones: tuple[FormerZone, ...] = ()
+
+    @property
+    def zones(self) -> Zones:
+        """What its budget windows follow."""
+        return Zones(self.time_zone, self.former_time_zones)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +157,12 @@ class Limits:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrency: int | None = None
+    spend_microusd_per_day: int | None = None
+    spend_microusd_per_month: int | None = None
     spend_microusd_lifetime: int | None = None
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
+    tokens_lifetime: int | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -157,12 +170,4 @@ class Limits:
         return all(getattr(self, f.name) is None for f in fields(self))
 
 
-ENFORCED_LIMITS: tuple[str, ...] = tuple(f.name for f in fields(Limits))
-PLANNED_LIMITS: tuple[str, ...] = (
-    "spend_microusd_per_day",
-    "spend_microusd_per_month",
-    "tokens_per_day",
-    "tokens_per_month",
-    "tokens_lifetime",
-)
-"""Named by the public contract and not enforced yet: setting one is refused as `unsupported_field`."""
+LIMIT_NAMES: tuple[str, ...] = tuple(f.name for f in fields(Limits))

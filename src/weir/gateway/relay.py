@@ -6,7 +6,8 @@ leaves in one write.
 
 How it ends. The first cause wins (`stop`, or the engine's own end once all its output is handed out); then the engine is
 cancelled if it still runs, `finish` reports what was used and delivered, and `stopped` follows when the engine confirmed that
-it runs nothing.
+it runs nothing. An attempt that failed with nothing delivered is reported the same way, and then the coordinator's word is
+awaited: another grant, or the end.
 """
 
 import asyncio
@@ -18,13 +19,12 @@ from typing import TYPE_CHECKING
 from weir import errors
 from weir.config import GatewayConfig
 from weir.core.endings import FinishReason
-from weir.core.metering import Basis, InputBasis
-from weir.core.stream import TokenStream
+from weir.core.routing.retry import is_retryable
+from weir.gateway.attempt import Attempt
 from weir.gateway.client import Answer
 from weir.gateway.planning import Plan
 from weir.messages import (
     Admitted,
-    AttemptUsage,
     DeliveryBooked,
     Down,
     EndBooked,
@@ -113,22 +113,14 @@ class Relay:
         self._answer = answer
         self._client = answer.client
         self._streamed = plan.request.stream
-        self._stream = TokenStream(plan.max_output_tokens, 0, parts.step_tokens)
+        self._attempt = Attempt(plan, parts.step_tokens)
         self._changed = _Signal(parts.loop)
         self._opened = False
-        self._unwritten: list[str] = []
-        self._run: EngineRun | None = None
-        self._engine_end: EngineEnd | None = None
-        self._counted = False
         self._cause: FinishReason | None = None
-        self._detail: str | None = None
         self._first_written_ns: Nanos | None = None
-        self._held_since_ns: Nanos | None = None
         self._written_ns: Nanos = parts.clock.monotonic_ns()
         self._marks: deque[tuple[int, Nanos]] = deque()
-        self._paused = False
         self.ref = 0
-        self.granted: Granted | None = None
         self.decision: Admitted | Rejected | None = None
         self.hold_durable = False
         self.record: GenerationRecord | None = None
@@ -165,7 +157,7 @@ class Relay:
     @property
     def is_startable(self) -> bool:
         """Whether headers may go out: dispatched with its hold durable."""
-        return self.granted is not None and self.hold_durable
+        return self._attempt.granted is not None and self.hold_durable
 
     @property
     def shows_no_answer(self) -> bool:
@@ -175,7 +167,7 @@ class Relay:
     def open_output(self) -> None:
         """Headers are out: write what waited for them, and from now on as it comes. What ended meanwhile gets no output."""
         self._opened = True
-        texts, self._unwritten = self._unwritten, []
+        texts, self._attempt.texts = self._attempt.texts, []
         if self._cause is None:
             if texts:
                 self._write(texts)
@@ -184,7 +176,7 @@ class Relay:
 
     def whole_text(self) -> str:
         """The output of an answer that is not streamed."""
-        return self._stream.drain()
+        return self._attempt.stream.drain()
 
     # ── the coordinator's messages ───────────────────────────────────────────────────────────────────────────────────
 
@@ -198,8 +190,8 @@ class Relay:
             case HoldBooked():
                 self.hold_durable = True
             case DeliveryBooked():
-                self.hold_durable = True
-                self._book(message.delivered_max)
+                if message.attempt == self._attempt.number:
+                    self._book(message.delivered_max)
                 return  # on the hot path: nobody waits for a step but the stream itself
             case Ended():
                 self.record = message.record
@@ -216,8 +208,8 @@ class Relay:
         if self._cause is not None:  # it ended while the grant was on its way
             self._parts.link.send(Stopped(self.ref, granted.attempt))
             return
-        self.granted = granted
-        self._stream.asked = granted.delivered_max
+        attempt = self._attempt
+        attempt.granted, attempt.stream.asked = granted, granted.delivered_max
         request = self._plan.request
         call = EngineCall(
             replica=granted.replica,
@@ -228,15 +220,16 @@ class Relay:
             sampling=request.sampling,
             cache_salt=self._parts.salt_of(self._plan) if granted.replica.cache_salt else None,
         )
-        self._run = self._parts.engine_for(granted.replica.engine).start(call, self)
+        attempt.run = self._parts.engine_for(granted.replica.engine).start(call, self)
 
     def _book(self, delivered_max: Tokens) -> None:
-        texts = self._stream.book(delivered_max)
+        attempt = self._attempt
+        texts = attempt.stream.book(delivered_max)
         if self._cause is not None:
             return
         if texts:
             self._hand_out(texts)
-            self._held_since_ns = self._parts.clock.monotonic_ns() if self._stream.is_held else None
+            attempt.held_since_ns = self._parts.clock.monotonic_ns() if attempt.stream.is_held else None
         self._ask_for_more()
         self._balance()
         if not self._opened:
@@ -250,45 +243,48 @@ class Relay:
         if self._cause is not None:
             return
         now_ns = self._parts.clock.monotonic_ns()
-        texts = self._stream.arrive(deltas, now_ns)
-        self._counted = deltas[-1].tokens is not None
+        attempt = self._attempt
+        texts = attempt.stream.arrive(deltas, now_ns)
+        attempt.counted = deltas[-1].tokens is not None
         if not self._streamed:
             self._bound_whole_answer()
             return
         if texts:
             self._hand_out(texts)
-        if self._stream.is_held and self._held_since_ns is None:
-            self._held_since_ns = now_ns
+        if attempt.stream.is_held and attempt.held_since_ns is None:
+            attempt.held_since_ns = now_ns
         self._ask_for_more()
         self._balance()
 
     def _bound_whole_answer(self) -> None:
         """An answer that is not streamed waits here whole: no engine may fill the memory with it."""
-        if self._stream.held_bytes > _WHOLE_ANSWER_BYTES_PER_TOKEN * self._plan.max_output_tokens + _WHOLE_ANSWER_BYTES:
-            self._detail = "The engine sent more text than its tokens can hold."
+        most = _WHOLE_ANSWER_BYTES_PER_TOKEN * self._plan.max_output_tokens + _WHOLE_ANSWER_BYTES
+        if self._attempt.stream.held_bytes > most:
+            self._attempt.detail = "The engine sent more text than its tokens can hold."
             self.stop(FinishReason.ENGINE_ERROR)
 
     def _ask_for_more(self) -> None:
         """Ask for the next delivery step when it is time; not before the headers are out, for nothing was delivered yet."""
-        wanted = self._stream.ask() if self._opened else None
-        if wanted is not None and self.granted is not None:
-            self._parts.link.send(Progress(self.ref, self.granted.attempt, delivered_max=wanted))
+        attempt = self._attempt
+        wanted = attempt.stream.ask() if self._opened and attempt.granted is not None else None
+        if wanted is not None:
+            self._parts.link.send(Progress(self.ref, attempt.number, delivered_max=wanted))
 
     def on_end(self, end: EngineEnd) -> None:
         """The engine ended by itself."""
-        self._engine_end = end
+        self._attempt.end = end
         if end.fault is not None:
-            self._detail = end.fault.detail
+            self._attempt.detail = end.fault.detail
             self.stop(_REASON_OF_FAULT[type(end.fault)])
         else:
             self._complete_if_done()
 
     def _complete_if_done(self) -> None:
         """Complete once the engine ended and everything it produced was handed out."""
-        end = self._engine_end
+        end = self._attempt.end
         if end is None or end.reason is None or self._cause is not None:
             return
-        if self._streamed and (self._stream.is_held or not self._opened):
+        if self._streamed and (self._attempt.stream.is_held or not self._opened):
             return
         self._finish(end.reason)
 
@@ -298,30 +294,19 @@ class Relay:
         if self._opened:
             self._write(texts)
         else:
-            self._unwritten += texts
+            self._attempt.texts += texts
 
     def _write(self, texts: list[str]) -> None:
         self._answer.output(texts)
         self._written_ns = self._parts.clock.monotonic_ns()
         if self._first_written_ns is None:
             self._first_written_ns = self._written_ns
-            granted = self.granted
-            assert granted is not None
-            self._parts.link.send(Progress(self.ref, granted.attempt, first_output=True))
+            self._parts.link.send(Progress(self.ref, self._attempt.number, first_output=True))
 
     def _balance(self) -> None:
         """Pause the engine while more than the stream's buffer waits, for the socket or for a durable step."""
-        run = self._run
-        if run is None:
-            return
-        waiting = self._stream.held_bytes + self._client.unsent
-        if waiting > self._parts.config.stream_buffer_bytes:
-            if not self._paused:
-                self._paused = True
-                run.pause()
-        elif self._paused:
-            self._paused = False
-            run.resume()
+        waiting = self._attempt.stream.held_bytes + self._client.unsent
+        self._attempt.hold_back(waiting > self._parts.config.stream_buffer_bytes)
 
     def client_lost(self) -> None:
         """Without retention nobody will read it: stop at once."""
@@ -338,11 +323,12 @@ class Relay:
 
     def tick(self, now_ns: Nanos) -> None:
         """Called several times a second: slow client, late ledger, keep-alive."""
-        if self._paused:
+        if self._attempt.is_paused:
             self._balance()
+        held_since_ns = self._attempt.held_since_ns
         if self._oldest_unaccepted_ns(now_ns) > ns_from_ms(self._parts.config.slow_client_grace_ms):
             self._give_up_on_client()
-        elif self._held_since_ns is not None and now_ns - self._held_since_ns > ns_from_ms(self._parts.store_wait_ms):
+        elif held_since_ns is not None and now_ns - held_since_ns > ns_from_ms(self._parts.store_wait_ms):
             self.stop(FinishReason.LEDGER_UNAVAILABLE)
         elif self._is_silent_for(now_ns, self._parts.config.keep_alive_ms):
             self._answer.keep_alive()
@@ -370,67 +356,55 @@ class Relay:
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def stop(self, reason: FinishReason) -> None:
-        """End for this reason unless it has ended; idempotent."""
+        """End for this reason unless it has ended; idempotent. A failure may be followed by another grant instead."""
         if self._cause is None and self.record is None:
             self._finish(reason)
 
     def _finish(self, reason: FinishReason) -> None:
-        self._cause = reason
-        granted = self.granted
-        self._parts.link.send(
-            Finish(
-                ref=self.ref,
-                attempt=granted.attempt if granted else 0,
-                reason=reason,
-                delivered_tokens=self._delivered(reason),
-                usage=self._usage(reason) if granted else None,
-                ttft_ms=self._ttft_ms(),
-                tpot_ms=self._stream.tpot_ms(self._output_tokens()),
-                error_detail=self._detail,
-            )
+        attempt = self._attempt
+        report = Finish(
+            ref=self.ref,
+            attempt=attempt.number,
+            reason=reason,
+            delivered_tokens=self._delivered(reason),
+            usage=attempt.usage(reason),
+            ttft_ms=self._ttft_ms(),
+            tpot_ms=attempt.stream.tpot_ms(attempt.output_tokens()),
+            error_detail=attempt.detail,
         )
-        if granted is not None:
-            self._stop_engine(granted)
+        if is_retryable(reason, attempt.number, delivered=self._first_written_ns is not None):
+            self._attempt = Attempt(self._plan, self._parts.step_tokens)  # before the report: the grant may come within it
+        else:
+            self._cause = reason
+        self._parts.link.send(report)
+        if attempt.granted is not None:
+            self._stop_engine(attempt)
         self._changed.set()
 
-    def _stop_engine(self, granted: Granted) -> None:
-        run = self._run
+    def _stop_engine(self, attempt: Attempt) -> None:
+        run, attempt.run = attempt.run, None  # which holds us as its sink: a pair that only the garbage collector could part
         assert run is not None
-        if self._engine_end is not None and self._engine_end.fault is None:
-            self._parts.link.send(Stopped(self.ref, granted.attempt))
+        if attempt.end is not None and attempt.end.fault is None:
+            self._parts.link.send(Stopped(self.ref, attempt.number))
             return
         run.cancel()
-        self._parts.spawn(self._confirm_stop(run, granted, self._parts.clock.monotonic_ns()))
+        self._parts.spawn(self._confirm_stop(run, attempt.number, self._parts.clock.monotonic_ns()))
 
-    async def _confirm_stop(self, run: EngineRun, granted: Granted, decided_ns: Nanos) -> None:
+    async def _confirm_stop(self, run: EngineRun, attempt: int, decided_ns: Nanos) -> None:
         confirmed = True
         try:
             await run.stopped()
         except errors.ReplicaLost:
             confirmed = False
         stop_ms = (self._parts.clock.monotonic_ns() - decided_ns) / 1e6
-        self._parts.link.send(Stopped(self.ref, granted.attempt, stop_ms, confirmed))
+        self._parts.link.send(Stopped(self.ref, attempt, stop_ms, confirmed))
 
     def _delivered(self, reason: FinishReason) -> Tokens:
+        attempt = self._attempt
         if self._streamed:
-            return self._stream.delivered if self._opened else 0
-        return self._output_tokens() if self._engine_end and self._engine_end.reason is reason else 0
-
-    def _output_tokens(self) -> Tokens:
-        usage = self._engine_end.usage if self._engine_end else None
-        return usage.output_tokens if usage else self._stream.arrived
-
-    def _usage(self, reason: FinishReason) -> AttemptUsage:
-        """The engine's figures where they arrived, else what was counted here."""
-        measured = self._engine_end.usage if self._engine_end else None
-        if measured is not None:
-            return AttemptUsage(measured.input_tokens, measured.cached_input_tokens, measured.output_tokens, Basis.ENGINE)
-        if reason is FinishReason.ENGINE_REJECTED:
-            return AttemptUsage(0, 0, 0, Basis.ENGINE)
-        exact = self._counted and self._plan.input_basis is InputBasis.EXACT
-        basis = Basis.ENGINE if exact else Basis.ESTIMATED
-        return AttemptUsage(self._plan.input_tokens, 0, self._stream.arrived, basis)
+            return attempt.stream.delivered if self._opened else 0
+        return attempt.output_tokens() if attempt.end and attempt.end.reason is reason else 0
 
     def _ttft_ms(self) -> float | None:
-        first_ns = self._first_written_ns if self._streamed else self._stream.first_ns
+        first_ns = self._first_written_ns if self._streamed else self._attempt.stream.first_ns
         return None if first_ns is None else (first_ns - self._client.read_ns) / 1e6

@@ -1,6 +1,6 @@
 """The audit of a quiet world: every request against every place that tells its end, and every amount computed again.
 
-It runs when nothing is in flight. Its table of payers is written out here a second time on purpose: it checks the platform's.
+It runs when nothing is in flight, and reads what is durable, what clients saw and what engines did; never the book.
 """
 
 from collections import defaultdict
@@ -10,26 +10,15 @@ from dataclasses import dataclass
 from weir.core.endings import FinishReason, Status
 from weir.core.ledger.records import ExecutionId, ReleaseRecord, SettleRecord
 from weir.core.metering import Basis, Price
-from weir.core.tenancy import Scope
+from weir.core.tenancy import Limits, Scope
 from weir.engines.simulated_text import count_prompt_tokens
 from weir.messages import GenerationRecord
 from weir.ports import Recovery, UsageRow
 from weir.sim.checks import Checker, Seen
 from weir.sim.clients import SimAnswer, SimClient
-from weir.units import MILLION, NANOS_PER_MINUTE, Nanos, Tokens, ceil_div
+from weir.sim.payers import PAYS_NOTHING, cost_of, paid_tokens
+from weir.units import NANOS_PER_MINUTE, Nanos, Tokens, ceil_div
 
-_PAYS_GENERATED = {"stop", "length", "client", "disconnect", "slow_client", "revoked"}
-_PAYS_DELIVERED = {"deadline"}
-_PAYS_NOTHING = {
-    "queue_wait",
-    "engine_error",
-    "replica_lost",
-    "stalled",
-    "ledger_unavailable",
-    "coordinator_lost",
-    "shutdown",
-    "engine_rejected",
-}
 _UNANSWERED = {FinishReason.DISCONNECT, FinishReason.SLOW_CLIENT}
 
 
@@ -47,6 +36,7 @@ class Exchange:
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """What is compared. lookups: by (tenant, request id). emitted: engine truth by prompt. step: the delivery step.
+    prices: the schedule by version.
 
     takes_are_dated: False once the wall clock was set before a restart, which dates takes by it.
     """
@@ -56,7 +46,7 @@ class Evidence:
     lookups: Mapping[tuple[str, str], GenerationRecord | None]
     emitted: Mapping[str, Tokens]
     step: Tokens
-    price: Price
+    prices: Mapping[int, Price]
     takes_are_dated: bool
 
 
@@ -114,9 +104,10 @@ def _check_execution(evidence: Evidence, seen: Seen) -> None:
     assert seen.end is not None or seen.lost
     if isinstance(end, ReleaseRecord):
         assert not seen.handed and (seen.attempts == 0 or seen.lost)
-        assert end.finish_reason in _PAYS_NOTHING | {"client", "disconnect", "slow_client", "deadline", "revoked"}
+        assert end.finish_reason in PAYS_NOTHING | {"client", "disconnect", "slow_client", "deadline", "revoked"}
         return
     assert isinstance(end, SettleRecord) and seen.attempts >= 1
+    assert seen.lost or end.attempt == seen.attempts, f"{seen.id}: settled as attempt {end.attempt} of {seen.attempts}"
     if seen.acquire.stream:
         assert end.delivered_tokens == seen.handed, f"{seen.id}: {seen.handed} handed out, {end.delivered_tokens} recorded"
     else:
@@ -137,13 +128,19 @@ def _check_uncertain(evidence: Evidence, seen: Seen) -> None:
 
 def _check_amounts(evidence: Evidence, name: ExecutionId, end: SettleRecord) -> None:
     """The table of endings, computed again."""
-    price, hold, reason = evidence.price, evidence.checker.durable.holds[name], end.finish_reason.value
-    assert reason in _PAYS_GENERATED | _PAYS_DELIVERED | _PAYS_NOTHING
-    used = ceil_div(end.input_tokens * price.input_microusd + end.output_tokens * price.output_microusd, MILLION)
-    output = end.output_tokens if reason in _PAYS_GENERATED else min(end.delivered_tokens, end.output_tokens)
-    pays = reason not in _PAYS_NOTHING and (output > 0 or end.status is Status.COMPLETED)
-    input_paid, output_paid = (end.input_tokens, output) if pays else (0, 0)
-    cost = ceil_div(input_paid * price.input_microusd + output_paid * price.output_microusd, MILLION)
+    hold = evidence.checker.durable.holds[name]
+    price, reason = evidence.prices[hold.price_version], end.finish_reason.value
+    used = cost_of(price, end.input_tokens, end.output_tokens)
+    failed = evidence.checker.seen[hold.generation_id].failed
+    if failed is not None and end.attempt == 2 and end.basis is not Basis.UNCERTAIN:
+        assert failed.usage is not None
+        used += cost_of(price, failed.usage.input_tokens, failed.usage.output_tokens)
+    # What ended while it waited for its second attempt is charged nothing: all that was used is the platform's.
+    was_waiting = failed is not None and end.attempt == 1
+    input_paid, output_paid = paid_tokens(
+        reason, end.input_tokens, end.output_tokens, end.delivered_tokens, was_waiting=was_waiting
+    )
+    cost = cost_of(price, input_paid, output_paid)
     assert (end.tenant_input_tokens, end.tenant_output_tokens, end.cost_microusd) == (input_paid, output_paid, cost), end
     assert end.cost_microusd + end.platform_microusd == used and end.cost_microusd <= hold.held_microusd
     assert end.delivered_tokens <= end.output_tokens <= hold.max_output_tokens * hold.choices
@@ -184,14 +181,17 @@ def _check_lookups(evidence: Evidence) -> None:
 
 def _check_buckets(checker: Checker) -> None:
     """Over every window w: requests and settled tokens of what was admitted in it ≤ capacity + rate · w."""
-    for scope, limits in checker.limits.items():
-        if scope in checker.changed_limits:
-            continue
-        admitted = [seen for seen in checker.seen.values() if scope in seen.scopes and seen.id in checker.durable.ends]
-        if limits.requests_per_minute is not None:
-            _check_windows(limits.requests_per_minute, [(seen.admitted_ns, 1) for seen in admitted])
-        if limits.tokens_per_minute is not None:
-            _check_windows(limits.tokens_per_minute, [(seen.admitted_ns, _paid(checker, seen)) for seen in admitted])
+    for scope, limits in checker.tally.limits.items():
+        ended = [seen for seen in checker.seen.values() if scope in seen.counted.scopes and seen.id in checker.durable.ends]
+        for limit, rate in _rates(limits):
+            if (scope, limit) not in checker.tally.changed:
+                units = [1 if limit == "requests_per_minute" else _paid(checker, seen) for seen in ended]
+                _check_windows(rate, list(zip([seen.admitted_ns for seen in ended], units, strict=True)))
+
+
+def _rates(limits: Limits) -> list[tuple[str, int]]:
+    rates = {"requests_per_minute": limits.requests_per_minute, "tokens_per_minute": limits.tokens_per_minute}
+    return [(limit, rate) for limit, rate in rates.items() if rate is not None]
 
 
 def _paid(checker: Checker, seen: Seen) -> Tokens:
@@ -210,25 +210,31 @@ def _check_windows(rate: int, events: Sequence[tuple[Nanos, int]]) -> None:
 
 
 def audit_balances(checker: Checker, recovery: Recovery, usage: Iterable[UsageRow]) -> None:
-    """Stored balances and usage rows are the sums of the settlements; nothing is open."""
+    """Stored balances and usage rows (by tenant and budget day) are the sums of the settlements; nothing is open or held."""
     checker.catch_up()
     assert not recovery.open_executions
-    spent: defaultdict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    rows: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    assert checker.tally.holds_nothing, "amounts are held and nothing runs"
+    spent: defaultdict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0])
+    rows: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for name, end in checker.durable.ends.items():
-        hold, row = checker.durable.holds[name], rows[name.tenant]
+        hold = checker.durable.holds[name]
+        row = rows[name.tenant, hold.windows[0].removeprefix("day/")]
         row[0] += 1
         if isinstance(end, SettleRecord):
-            leaf = spent[name.tenant, hold.application, hold.key, hold.alias]
-            leaf[0] += end.cost_microusd
-            leaf[1] += end.tenant_input_tokens + end.tenant_output_tokens
+            for window in hold.windows:
+                leaf = spent[name.tenant, hold.application, hold.key, hold.alias, window]
+                leaf[0] += end.cost_microusd
+                leaf[1] += end.tenant_input_tokens + end.tenant_output_tokens
             row[1] += end.cost_microusd
             row[2] += end.platform_microusd
-    stored = {(leaf.tenant, leaf.application, leaf.key, leaf.alias): leaf for leaf in recovery.balances}
-    for leaf_name, (microusd, tokens) in spent.items():
-        leaf_or_none = stored.get(leaf_name)
-        found = (leaf_or_none.spent_microusd, leaf_or_none.spent_tokens) if leaf_or_none else (0, 0)
-        assert found == (microusd, tokens), f"the balance of {leaf_name} is not the sum of its settlements"
-    assert {row.group["tenant"]: [row.requests, row.cost_microusd, row.platform_cost_microusd] for row in usage} == dict(rows)
-    for tenant in rows:
-        assert checker.spent(Scope(tenant)) == rows[tenant][1], f"{tenant}: the wire and the ledger disagree"
+    stored = {
+        (leaf.tenant, leaf.application, leaf.key, leaf.alias, leaf.window): [leaf.spent_microusd, leaf.spent_tokens]
+        for leaf in recovery.balances
+    }
+    assert stored == {leaf: sums for leaf, sums in spent.items() if any(sums)}, "balances are not the sums of the settlements"
+    assert {
+        (row.group["tenant"], row.group["day"]): [row.requests, row.cost_microusd, row.platform_cost_microusd] for row in usage
+    } == dict(rows)
+    for tenant in {tenant for tenant, _ in rows}:
+        posted = sum(row[1] for (name, _), row in rows.items() if name == tenant)
+        assert checker.tally.spent(Scope(tenant)) == posted, f"{tenant}: the wire and the ledger disagree"

@@ -1,33 +1,35 @@
 """Independent checks of the invariants while a simulated cell runs: it hears every message, durable record and client byte.
 
-It keeps its own figures, from what passes on the wire and from what is durable, and asserts at each event. It shares no
-decision with the platform, changes nothing, and feeds all it hears into a trace hash, so that two runs can be compared.
+It keeps its own figures (of money and limits its tally does), from what passes on the wire and from what is durable, and asserts
+at each event. It shares no decision with the platform, changes nothing, and feeds all it hears into a trace hash, so that two
+runs can be compared.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from weir.config import CoordinatorConfig
 from weir.core.endings import FinishReason, Status
 from weir.core.ledger.records import EndRecord, ExecutionId, HoldRecord, LedgerRecord, SettleRecord, StepRecord
-from weir.core.metering import Price
 from weir.core.registry.snapshot import Snapshot
-from weir.core.tenancy import Limits, Scope, Scopes, scopes_of
 from weir.engines.simulated_text import ReplyBounds, Script, natural_output_tokens, script
 from weir.errors import WeirError
 from weir.gateway.client import Accepted
 from weir.messages import (
     Acquire,
     Admitted,
+    DeliveryBooked,
     Down,
     EndBooked,
     Ended,
     EndUnbooked,
+    Finish,
     FleetView,
     GenerationRecord,
     Granted,
+    HoldBooked,
     Progress,
     Rejected,
     Stopped,
@@ -35,7 +37,8 @@ from weir.messages import (
 )
 from weir.ports import Clock, EngineCall
 from weir.sim.clients import SimAnswer
-from weir.units import MILLION, MicroDollars, Nanos, Tokens, ceil_div, ns_from_ms
+from weir.sim.tally import Counted, Tally
+from weir.units import Nanos, Tokens, ns_from_ms
 
 
 class Records(Protocol):
@@ -47,39 +50,40 @@ class Records(Protocol):
 
 @dataclass(slots=True)
 class Seen:
-    """An admitted execution as the wire showed it. lane: (replica, lane) while taken; handed: tokens that its client got."""
+    """An admitted execution as the wire showed it. lanes: (replica, lane) by attempt while taken; handed: tokens that its
+    client got; waits_since_ns: admitted, or queued again; failed: the report of a first attempt that might be retried.
+    """
 
     acquire: Acquire
     id: ExecutionId
     acquired_ns: Nanos
-    scopes: Scopes
-    held: MicroDollars
+    counted: Counted
     admitted_ns: Nanos
+    waits_since_ns: Nanos
     is_queued: bool = True
     attempts: int = 0
-    lane: tuple[str, int] | None = None
+    lanes: dict[int, tuple[str, int]] = field(default_factory=dict)
+    replica: str | None = None
+    failed: Finish | None = None
     had_output: bool = False
     end: GenerationRecord | None = None
     booked: bool = False
     unbooked: bool = False
     lost: bool = False  # the process died before its end was known
-    posted: MicroDollars = 0
     handed: Tokens = 0
 
-
-@dataclass(slots=True)
-class _Sums:
-    """One scope as counted here."""
-
-    held: MicroDollars = 0
-    spent: MicroDollars = 0
-    in_flight: int = 0
+    @property
+    def was_waiting(self) -> bool:
+        """Whether its one attempt failed and was to be followed by another that never came."""
+        return self.failed is not None and self.attempts == 1
 
 
 @dataclass(slots=True)
 class Durable:
-    """What the ledger's durable records say."""
+    """What the ledger's durable records say. late: records that are to come after an end, and to change nothing."""
 
+    late: list[LedgerRecord] = field(default_factory=list)
+    late_count: int = 0
     holds: dict[ExecutionId, HoldRecord] = field(default_factory=dict)
     steps: dict[ExecutionId, list[StepRecord]] = field(default_factory=dict)
     ends: dict[ExecutionId, EndRecord] = field(default_factory=dict)
@@ -87,6 +91,10 @@ class Durable:
     def add(self, record: LedgerRecord) -> None:
         """One more record; a second hold or end of an execution, or a step after its end, is a violation."""
         name = record.id
+        if record in self.late:
+            assert name in self.ends, f"{name} is late and had not ended"
+            self.late_count += 1
+            return
         if isinstance(record, HoldRecord):
             assert name not in self.holds, f"{name} is held twice"
             self.holds[name] = record
@@ -107,12 +115,11 @@ class Durable:
 
 
 class Checker:
-    """The witness of one world. prompts: by the exchange's name; seen: by generation id; limits: in force now."""
+    """The witness of one world. prompts: by the exchange's name; ids: (tenant, request id) by prompt; seen: by generation id."""
 
-    def __init__(self, clock: Clock, ledger: Records, price: Price, config: CoordinatorConfig, concurrency: int) -> None:
+    def __init__(self, clock: Clock, ledger: Records, config: CoordinatorConfig, concurrency: int) -> None:
         self._clock = clock
         self._ledger = ledger
-        self._price = price
         self._config = config
         self._concurrency = concurrency
         self._read = 0
@@ -120,11 +127,12 @@ class Checker:
         self._acquired: dict[int, tuple[Acquire, Nanos]] = {}
         self._by_ref: dict[int, Seen] = {}
         self._lanes: dict[str, set[int]] = {}
-        self._sums: dict[Scope, _Sums] = {}
         self._with_output: set[str] = set()
-        self.limits: Mapping[Scope, Limits] = {}
-        self.changed_limits: set[Scope] = set()
+        self._retried_ns: list[Nanos] = []
+        self._freed: set[tuple[str, str]] = set()
+        self.tally = Tally(clock)
         self.prompts: dict[str, str] = {}
+        self.ids: dict[str, tuple[str, str]] = {}
         self.seen: dict[str, Seen] = {}
         self.durable = Durable()
         self.rejections: list[str] = []
@@ -134,6 +142,7 @@ class Checker:
             Rejected: self._on_rejected,
             Granted: self._on_granted,
             Progress: self._on_progress,
+            Finish: self._on_finish,
             Stopped: self._on_stopped,
             Ended: self._on_ended,
             EndBooked: self._on_booked,
@@ -166,11 +175,9 @@ class Checker:
     def cell_started(self) -> None:
         """A coordinator begins on what is durable: nothing is held, and the ends say what is spent."""
         self.catch_up()
-        self._sums = {}
-        for name, end in self.durable.ends.items():
-            hold = self.durable.holds[name]
-            for scope in scopes_of(name.tenant, hold.application, hold.key, hold.alias):
-                self._of(scope).spent += end.cost_microusd if isinstance(end, SettleRecord) else 0
+        self._retried_ns = []
+        assert set(self.durable.ends) == set(self.durable.holds), "a hold is left open by recovery"
+        self.tally.begin((self.durable.holds[name], end) for name, end in self.durable.ends.items())
 
     def cell_died(self) -> None:
         """The process is gone, with everything that it had not written."""
@@ -188,10 +195,6 @@ class Checker:
         """Lanes between a grant and a confirmed stop."""
         return sum(map(len, self._lanes.values()))
 
-    def spent(self, scope: Scope) -> MicroDollars:
-        """What was posted in this scope."""
-        return self._of(scope).spent
-
     # ── the wire ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def heard(self, message: Up | Down) -> None:
@@ -202,47 +205,48 @@ class Checker:
         if rule is not None:
             rule(message)
 
+    def heard_of_stale(self, message: Up | Down) -> None:
+        """A message of a process that is not the writer any more: nothing of it is booked."""
+        self.note(f"stale {message!r}" if not isinstance(message, Snapshot | FleetView) else "stale")
+        assert not isinstance(message, HoldBooked | DeliveryBooked | EndBooked), "a stale process wrote"
+
     def _on_snapshot(self, snapshot: Snapshot) -> None:
-        before, self.limits = self.limits, snapshot.limits
-        for scope in {*before, *self.limits}:
-            if before.get(scope) != self.limits.get(scope):
-                self.changed_limits.add(scope)
+        self.tally.publish(snapshot)
 
     def _on_acquire(self, acquire: Acquire) -> None:
         self._acquired[acquire.ref] = (acquire, self._clock.monotonic_ns())
 
     def _on_rejected(self, rejected: Rejected) -> None:
-        self._acquired.pop(rejected.ref)
+        acquire, _ = self._acquired.pop(rejected.ref)
+        self.tally.refuse(acquire, rejected)
         self.rejections.append(rejected.code)
 
     def _on_admitted(self, admitted: Admitted) -> None:
         acquire, acquired_ns = self._acquired.pop(admitted.ref)
-        scopes = scopes_of(acquire.tenant, acquire.application, acquire.key, acquire.alias)
-        price = self._price
-        worst = acquire.input_tokens * price.input_microusd + acquire.max_output_tokens * price.output_microusd
-        held = ceil_div(acquire.choices * worst, MILLION)
-        for scope in scopes:
-            self._check_limit(scope, held)
         name = ExecutionId(acquire.tenant, acquire.request_id, admitted.execution)
+        self._check_repeat(name)
         now_ns = self._clock.monotonic_ns()
-        seen = Seen(acquire, name, acquired_ns, scopes, held, now_ns)
+        seen = Seen(acquire, name, acquired_ns, self.tally.admit(name, acquire), now_ns, now_ns)
         assert acquire.generation_id not in self.seen
         assert now_ns < self._deadline_ns(seen), f"{name} was admitted after its deadline"
         self.seen[acquire.generation_id] = self._by_ref[admitted.ref] = seen
-        for scope in scopes:
-            sums = self._of(scope)
-            sums.held += held
-            sums.in_flight += 1
         self._check_queue(acquire.tenant)
 
-    def _check_limit(self, scope: Scope, held: MicroDollars) -> None:
-        limits = self.limits.get(scope)
-        if limits is None:
+    def _check_repeat(self, name: ExecutionId) -> None:
+        """An id runs again only if its latest end delivered and cost nothing, or is older than ids are kept."""
+        self.catch_up()
+        if name.execution == 1:
             return
-        sums = self._of(scope)
-        most = limits.spend_microusd_lifetime
-        assert most is None or sums.held + sums.spent + held <= most, f"{scope} is over its budget"
-        assert limits.concurrency is None or sums.in_flight < limits.concurrency, f"{scope} is over its concurrency"
+        before = ExecutionId(name.tenant, name.request_id, name.execution - 1)
+        end = self.durable.ends.get(before)
+        running = [seen for seen in self._by_ref.values() if seen.id == before]
+        assert all(seen.end is not None for seen in running), f"{name} runs beside {before}"
+        if end is None or self._clock.wall_ms() - end.at_ms > self._config.request_id_ms:
+            assert end is not None or running, f"{name} follows an execution that is not known"
+            self._freed.add((name.tenant, name.request_id))
+        elif isinstance(end, SettleRecord):
+            free = end.status is not Status.COMPLETED and not (end.delivered_tokens or end.cost_microusd)
+            assert free, f"{name} runs again after it delivered or was charged"
 
     def _check_queue(self, tenant: str) -> None:
         queued = [seen.acquire for seen in self._by_ref.values() if seen.is_queued]
@@ -259,44 +263,63 @@ class Checker:
         assert seen.is_queued and seen.end is None, f"{seen.id} is granted and was not waiting"
         assert not seen.had_output, f"{seen.id} is dispatched again after output"
         assert now_ns < self._deadline_ns(seen), f"{seen.id} is dispatched past its deadline"
-        assert now_ns - seen.admitted_ns <= ns_from_ms(self._config.queue_wait_ms), f"{seen.id} waited too long"
+        assert now_ns - seen.waits_since_ns <= ns_from_ms(self._config.queue_wait_ms), f"{seen.id} waited too long"
         seen.is_queued = False
         seen.attempts += 1
         assert seen.attempts == granted.attempt <= 2
+        if granted.attempt == 2:
+            self._check_retry(seen, granted.replica.name)
+        seen.replica = granted.replica.name
         lanes = self._lanes.setdefault(granted.replica.name, set())
         assert granted.lane not in lanes and len(lanes) < self._concurrency, f"{granted.replica.name} is overbooked"
         lanes.add(granted.lane)
-        seen.lane = (granted.replica.name, granted.lane)
+        seen.lanes[granted.attempt] = (granted.replica.name, granted.lane)
+
+    def _check_retry(self, seen: Seen, replica: str) -> None:
+        """Only after a failure of ours, elsewhere, and within the pool's budget for every window."""
+        assert seen.failed is not None and seen.failed.attempt == 1, f"{seen.id} is retried and had not failed"
+        assert seen.replica != replica, f"{seen.id} is retried where it failed"
+        at_ns, config = seen.waits_since_ns, self._config
+        since_ns = at_ns - ns_from_ms(config.retry_window_ms)
+        self._retried_ns.append(at_ns)
+        retried = sum(since_ns < other_ns <= at_ns for other_ns in self._retried_ns)
+        admitted = sum(since_ns <= other.admitted_ns <= at_ns for other in self.seen.values())
+        assert retried <= max(config.retries_min, admitted * config.retry_percent // 100), "the retry budget is overspent"
 
     def _on_progress(self, progress: Progress) -> None:
         seen = self._by_ref.get(progress.ref)
         if seen is not None and progress.first_output:
             seen.had_output = True
 
+    def _on_finish(self, finish: Finish) -> None:
+        """A failure of a first attempt without output may be followed by another grant; until it ends, it waits."""
+        seen = self._by_ref.get(finish.ref)
+        if seen is None or seen.end is not None or finish.attempt != 1 or seen.attempts != 1 or seen.had_output:
+            return
+        if finish.reason in ("engine_error", "replica_lost", "stalled") and not finish.delivered_tokens:
+            seen.failed = finish
+            seen.is_queued, seen.waits_since_ns = True, self._clock.monotonic_ns()
+
     def _on_stopped(self, stopped: Stopped) -> None:
         seen = self._by_ref.get(stopped.ref)
-        if seen is not None and seen.lane is not None and stopped.confirmed:
-            replica, lane = seen.lane
+        if seen is not None and stopped.confirmed and stopped.attempt in seen.lanes:
+            replica, lane = seen.lanes.pop(stopped.attempt)
             self._lanes.get(replica, set()).discard(lane)
-            seen.lane = None
 
     def _on_ended(self, ended: Ended) -> None:
         seen = self._by_ref[ended.ref]
         assert seen.end is None, f"{seen.id} ended twice"
         assert ended.record.status not in (Status.QUEUED, Status.RUNNING)
         seen.end, seen.is_queued = ended.record, False
-        self._post(seen, ended.record.cost_microusd)
-        for scope in seen.scopes:
-            sums = self._of(scope)
-            sums.held -= seen.held
-            sums.in_flight -= 1
+        self.tally.end(seen.counted, ended.record, seen.handed, was_waiting=seen.was_waiting)
 
     def _on_unbooked(self, unbooked: EndUnbooked) -> None:
         seen = self._by_ref[unbooked.ref]
         assert not seen.acquire.stream and not seen.booked and seen.end is not None
         assert unbooked.record.finish_reason is FinishReason.LEDGER_UNAVAILABLE
         seen.unbooked = True
-        self._post(seen, unbooked.record.cost_microusd)
+        self.tally.post(seen.counted, unbooked.record, 0, was_waiting=seen.was_waiting)
+        self.tally.doubt(seen.id.tenant, seen.counted, ended=False)
 
     def _on_booked(self, booked: EndBooked) -> None:
         self.catch_up()
@@ -306,23 +329,19 @@ class Checker:
         record = booked.record
         assert (end.status, end.finish_reason) == (record.status, record.finish_reason)
         seen.booked, seen.end = True, record
-        self._post(seen, record.cost_microusd)
-
-    def _post(self, seen: Seen, cost: MicroDollars) -> None:
-        assert cost <= seen.held, f"{seen.id} costs more than its hold"
-        for scope in seen.scopes:
-            self._of(scope).spent += cost - seen.posted
-        seen.posted = cost
-
-    def _of(self, scope: Scope) -> _Sums:
-        return self._sums.setdefault(scope, _Sums())
+        self.tally.post(seen.counted, record, seen.handed, was_waiting=seen.was_waiting)
+        self.tally.doubt(seen.id.tenant, seen.counted, ended=True)
+        self.tally.check_hold(seen.counted, self.durable.holds[seen.id])
+        self.tally.check_returns(seen.counted, end)
 
     # ── engines ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def engine_started(self, call: EngineCall) -> None:
         """An engine is about to run a prompt; prompts name requests here."""
         self.note(f"start {call.replica.name} {call.lane}")
-        assert call.prompt not in self._with_output, "an engine runs a request again whose client got output"
+        assert isinstance(call.prompt, str)
+        is_free = self.ids.get(call.prompt) in self._freed
+        assert is_free or call.prompt not in self._with_output, "an engine runs a request again whose client got output"
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -361,9 +380,12 @@ class Checker:
     def answered(self, answer: SimAnswer, record: GenerationRecord, text: str) -> None:
         """The end that the client sees is the end that was decided; a whole answer only once it is durable."""
         self.catch_up()
-        seen = self.seen[record.generation_id]
-        end = self.durable.ends.get(seen.id)
         assert record.status not in (Status.QUEUED, Status.RUNNING)
+        seen = self.seen.get(record.generation_id)
+        if seen is None or seen.lost:  # by a process that is not the writer any more
+            assert not record.posted and (answer.accepted is not None or not text)
+            return
+        end = self.durable.ends.get(seen.id)
         assert seen.end is not None
         if not seen.unbooked:
             assert (record.status, record.finish_reason) == (seen.end.status, seen.end.finish_reason)

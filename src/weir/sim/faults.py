@@ -22,13 +22,14 @@ from weir.ports import (
     EngineEnd,
     EngineRun,
     EngineSink,
+    LedgerReport,
     LedgerStore,
     Recovery,
     StoredExecution,
     UsageQuery,
     UsageRow,
 )
-from weir.sim.virtual_loop import VirtualClock, VirtualLoop
+from weir.sim.virtual_loop import WALL_START_MS, VirtualClock, VirtualLoop
 from weir.storage.memory import MemoryLedger, Operation
 from weir.units import Millis, Tokens
 
@@ -36,8 +37,8 @@ from weir.units import Millis, Tokens
 class StepClock(VirtualClock):
     """Virtual time whose wall clock somebody sets now and then; the monotonic clock never notices."""
 
-    def __init__(self, loop: VirtualLoop) -> None:
-        super().__init__(loop)
+    def __init__(self, loop: VirtualLoop, wall_start_ms: Millis = WALL_START_MS) -> None:
+        super().__init__(loop, wall_start_ms)
         self._stepped_ms: Millis = 0
         self.was_stepped = False
 
@@ -80,31 +81,42 @@ class StoreWeather:
 
 
 class CellStore:
-    """The ledger as one process reaches it: after `cut` nothing of that process reaches it any more."""
+    """The ledger as one process reaches it: after `cut` nothing of that process reaches it any more.
 
-    def __init__(self, ledger: LedgerStore) -> None:
+    opened: called in the step in which this process becomes the writer.
+    """
+
+    def __init__(self, ledger: LedgerStore, opened: Callable[[], None]) -> None:
         self._ledger = ledger
-        self._cut = False
+        self._opened = opened
+        self.is_cut = False
         self.writing: tuple[int, Sequence[LedgerRecord]] | None = None
         """The write that is under way: its outcome is open when the process dies."""
 
     def cut(self) -> None:
         """The process died."""
-        self._cut = True
+        self.is_cut = True
 
     async def _alive(self) -> None:
-        if self._cut:
+        if self.is_cut:
             await asyncio.Event().wait()  # until its task is cancelled
 
     async def open_epoch(self, recent_since_ms: Millis) -> Recovery:
         """As the ledger."""
-        return await self._ledger.open_epoch(recent_since_ms)
+        recovery = await self._ledger.open_epoch(recent_since_ms)
+        self._opened()
+        return recovery
 
     async def write(self, epoch: int, records: Sequence[LedgerRecord]) -> None:
         """As the ledger."""
         await self._alive()
         self.writing = (epoch, records)
-        await self._ledger.write(epoch, records)
+        try:
+            await self._ledger.write(epoch, records)
+        except errors.LedgerUnavailable as fault:
+            if fault.not_written:
+                self.writing = None
+            raise
         self.writing = None
 
     async def find_execution(self, tenant: str, request_id: str) -> StoredExecution | None:
@@ -115,6 +127,15 @@ class CellStore:
     async def usage(self, query: UsageQuery) -> list[UsageRow]:
         """As the ledger."""
         return await self._ledger.usage(query)
+
+    async def verify(self) -> LedgerReport:
+        """As the ledger."""
+        return await self._ledger.verify()
+
+    async def prune(self, epoch: int, before_ms: Millis, rows_max: int) -> int:
+        """As the ledger."""
+        await self._alive()
+        return await self._ledger.prune(epoch, before_ms, rows_max)
 
     async def count_rejections(self, counts: Sequence[tuple[str, str, Millis, int]]) -> None:
         """As the ledger."""
@@ -161,14 +182,14 @@ class FaultyEngine:
         self.calls: list[CallTruth] = []
         self.fault_plan: FaultPlan = lambda call: None
         self._traits = traits
-        self._on_start = on_start
+        self.on_start = on_start
 
     def start(self, call: EngineCall, sink: EngineSink) -> EngineRun:
         """Begin a generation."""
         load = self.inner.load(call.replica.name)
         held = load.running + load.waiting
         assert held < self._traits.concurrency, f"{call.replica.name} holds {held} runs and is given another"
-        self._on_start(call)
+        self.on_start(call)
         assert isinstance(call.prompt, str)
         truth = CallTruth(call.prompt, call.replica.name)
         self.calls.append(truth)

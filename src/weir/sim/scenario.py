@@ -40,6 +40,7 @@ def spec_of(seed: int) -> Spec:
         store_wait_ms=random.choice([400, 1_000, 2_000]),
         delivery_step_tokens=random.choice([4, 16, 256]),
         remembered_executions=random.choice([40, 500]),
+        retries_min=random.choice([0, 1, 3, 20]),
     )
     gateway = GatewayConfig(
         stream_buffer_bytes=random.choice([600, 256 * 1024]),
@@ -214,7 +215,7 @@ async def _restart(world: World, random: Random) -> None:
 
 
 async def _step_wall_clock(world: World, random: Random) -> None:
-    world.clock.step_wall(random.choice([-3_600_000, -500, 700, 7_200_000]))
+    world.step_wall(random.choice([-3_600_000, -500, 700, 7_200_000]))
 
 
 async def _change_limits(world: World, random: Random) -> None:
@@ -243,6 +244,17 @@ async def _engine_faults(world: World, random: Random) -> None:
     engine.fault_plan = lambda call: None
 
 
+async def _failing_replica(world: World, random: Random) -> None:
+    """One replica goes on taking work and fails it early."""
+    cell = world.cell
+    if not cell.supervisor.names:
+        return
+    name, tokens = random.choice(cell.supervisor.names), random.choice([0, 0, 1, 12])
+    cell.engine.fault_plan = lambda call: (tokens, errors.EngineError()) if call.replica.name == name else None
+    await asyncio.sleep(random.uniform(1, 10))
+    cell.engine.fault_plan = lambda call: None
+
+
 FAULTS: tuple[Fault, ...] = (
     _lose_replica,
     _stall,
@@ -258,4 +270,6 @@ FAULTS: tuple[Fault, ...] = (
     _change_limits,
     _revoke_key,
     _engine_faults,
+    _failing_replica,
+    _failing_replica,
 )

@@ -15,7 +15,7 @@ class Wire:
 
     def __init__(self, inbox: GatewayInbox, heard: Callable[[Up | Down], None]) -> None:
         self._inbox = inbox
-        self._heard = heard
+        self.heard = heard
         self._cut = False
         self.link: LocalLink | None = None
 
@@ -27,11 +27,11 @@ class Wire:
         """Gateway to coordinator."""
         if not self._cut:
             assert self.link is not None
-            self._heard(message)
+            self.heard(message)
             self.link.send(message)
 
     def deliver(self, message: Down) -> None:
         """Coordinator to gateway."""
         if not self._cut:
-            self._heard(message)
+            self.heard(message)
             self._inbox.deliver(message)

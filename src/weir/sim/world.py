@@ -5,53 +5,51 @@ runs; what goes wrong is chosen by scenarios, through the methods here.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weir import errors
 from weir.config import CoordinatorConfig, GatewayConfig
-from weir.coordinator.coordinator import Coordinator, CoordinatorParts
-from weir.coordinator.execution_table import ExecutionTable
-from weir.coordinator.fleet import Fleet
 from weir.coordinator.recovery import Recovered, recover
-from weir.coordinator.rejections import RejectionCounter
 from weir.core.metering import Price
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
 from weir.core.request import InferenceRequest
 from weir.core.tenancy import ApiKey, Application, Limits, Principal, Scope, ServiceClass, Tenant, digest_of_key, format_key
 from weir.engines.simulated import SimulatedBounds, SimulatedEngine, SimulatedReplica
-from weir.gateway.inbox import Inbox
-from weir.gateway.pipeline import Gateway
-from weir.gateway.planning import Planner
-from weir.messages import GenerationRecord, Register
+from weir.messages import GenerationRecord
 from weir.ports import UsageQuery
 from weir.sim.audit import Evidence, Exchange, audit, audit_balances
 from weir.sim.checks import Checker
 from weir.sim.clients import PATIENT, Habits, SimAnswer, SimClient
 from weir.sim.faults import CellStore, EngineTraits, FaultyEngine, StepClock, StoreWeather
-from weir.sim.random_source import SeededEntropy, seeded_random, step_noise
-from weir.sim.replicas import PoolPlan, SimSupervisor
-from weir.sim.virtual_loop import VirtualLoop, run
-from weir.sim.wiretap import Wire
+from weir.sim.process import Cell, wait_for
+from weir.sim.random_source import seeded_random, step_noise
+from weir.sim.virtual_loop import WALL_START_MS, VirtualLoop, run
 from weir.storage.memory import MemoryLedger
-from weir.telemetry import Telemetry
-from weir.units import Millis, Tokens
+from weir.units import Millis, Moment, Tokens
 
 PRICE = Price(1, 200_000, 50_000, 600_000)
 REVISION = Revision("sim@1", EngineKind.SIMULATED, "demo", 8_192, 2_048, 128, PRICE)
 ALIAS = Alias("assistant", REVISION.id, 64)
+BRIEF = Alias("brief", REVISION.id, 16)
 POOL = "pool"
 SMALL_STEPS = CoordinatorConfig(delivery_step_tokens=16, remembered_executions=500)
 QUIET_S = 400.0
 _POLL_S = 0.25
 _STARTS_MAX = 200
+_STALE_S = 2.0
+CALLERS = (("app", 0), ("app", 1), ("other", 2))
+"""Each tenant's callers: an application and the number of its key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a world is made of. slowness: engine steps take this many times the demo row's two milliseconds."""
+    """What a world is made of. slowness: engine steps take this many times the demo row's two milliseconds.
+
+    time_zones: of the first tenants, the others have UTC.
+    """
 
     replicas: int = 1
     concurrency: int = 2
@@ -61,6 +59,8 @@ class Spec:
     engine_burst: int = 1
     restart_ms: Millis = 2_000
     tenants: int = 2
+    time_zones: Sequence[str] = ()
+    wall_start_ms: Millis = WALL_START_MS
     limits: Mapping[Scope, Limits] = field(default_factory=dict)
     coordinator: CoordinatorConfig = SMALL_STEPS
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
@@ -68,10 +68,15 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a client sends, and how it behaves. tenant: its number; prompts name requests, so each body has its own."""
+    """What a client sends, and how it behaves. tenant: its number, caller: its place in CALLERS.
+
+    Prompts name requests, so each body has its own.
+    """
 
     prompt: str
     tenant: int = 0
+    caller: int = 0
+    alias: str = ALIAS.name
     request_id: str | None = None
     stream: bool = True
     max_output_tokens: Tokens | None = None
@@ -84,72 +89,38 @@ def tenant_name(number: int) -> str:
     return f"tenant-{number}"
 
 
-def principal_of(number: int) -> Principal:
-    """The one caller of a tenant."""
-    return Principal(tenant_name(number), "app", f"{number:012x}", ServiceClass.INTERACTIVE)
+def key_of(number: int, caller: int = 0) -> str:
+    """The id of a tenant's key."""
+    return f"{CALLERS[caller][1]:06x}{number:06x}"
+
+
+def principal_of(number: int, caller: int = 0) -> Principal:
+    """A caller of a tenant."""
+    return Principal(tenant_name(number), CALLERS[caller][0], key_of(number, caller), ServiceClass.INTERACTIVE)
 
 
 def first_snapshot(spec: Spec) -> Snapshot:
     """The configuration that a world starts with."""
     keys: dict[bytes, ApiKey] = {}
     for number in range(spec.tenants):
-        digest = digest_of_key(format_key(f"{number:012x}", bytes(32)))
-        assert digest is not None
-        keys[digest] = ApiKey(f"{number:012x}", tenant_name(number), "app", digest)
+        for caller, (application, _) in enumerate(CALLERS):
+            key_id = key_of(number, caller)
+            digest = digest_of_key(format_key(key_id, bytes(32)))
+            assert digest is not None
+            keys[digest] = ApiKey(key_id, tenant_name(number), application, digest)
     names = [tenant_name(number) for number in range(spec.tenants)]
+    zones = [*spec.time_zones, *["UTC"] * spec.tenants]
     return Snapshot(
         version=1,
-        tenants={name: Tenant(name) for name in names},
-        applications={(name, "app"): Application(name, "app") for name in names},
+        tenants={name: Tenant(name, zone) for name, zone in zip(names, zones, strict=False)},
+        applications={(name, application): Application(name, application) for name in names for application, _ in CALLERS},
         keys=keys,
-        aliases={ALIAS.name: ALIAS},
+        aliases={alias.name: alias for alias in (ALIAS, BRIEF)},
         revisions={REVISION.id: REVISION},
         pools={POOL: Pool(POOL, REVISION.id, spec.replicas, spec.concurrency)},
         limits=spec.limits,
+        prices={(REVISION.id, REVISION.price.version): REVISION.price},
     )
-
-
-class Cell:
-    """One process: everything that a crash takes along."""
-
-    def __init__(self, world: "World", serial: int, store: CellStore, recovered: Recovered) -> None:
-        spec, clock = world.spec, world.clock
-        telemetry = self.telemetry = Telemetry()
-        self.store = store
-        self.book = recovered.book
-        self.journal = recovered.journal
-        self.fleet = Fleet()
-        self.inbox = Inbox()
-        self.engine = world.make_engine(serial)
-        self.conversations: dict[asyncio.Task[None], Exchange] = {}
-        self.services: list[asyncio.Task[None]] = []
-        config = spec.coordinator
-        self.executions = ExecutionTable(store, config.remembered_executions, config.request_id_ms, config.store_wait_ms)
-        parts = CoordinatorParts(
-            clock=clock,
-            config=config,
-            fleet=self.fleet,
-            book=recovered.book,
-            journal=recovered.journal,
-            executions=self.executions,
-            rejections=RejectionCounter(store, clock),
-            telemetry=telemetry,
-        )
-        self.coordinator = Coordinator(parts, world.snapshot)
-        planner = Planner(self.inbox, lambda kind: self.engine, b"digest key", b"salt key")
-        entropy = SeededEntropy(world.seed, f"entropy-{serial}")
-        self.gateway = Gateway(clock, entropy, spec.gateway, self.inbox, planner, telemetry)
-        self.wire = Wire(self.inbox, world.checker.heard)
-        self.wire.link = self.coordinator.connect(Register(f"gateway-{serial}"), self.wire)
-        self.gateway.connect(self.wire, lambda kind: self.engine, config.delivery_step_tokens, config.store_wait_ms)
-        plan = PoolPlan(POOL, REVISION, spec.replicas, spec.concurrency, spec.restart_ms)
-        self.supervisor = SimSupervisor(self.fleet, self.engine, plan, f"c{serial}", world.checker.replica_gone)
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether nothing is in flight anywhere."""
-        busy = self.conversations or self.gateway.in_flight or self.inbox.open_requests or self.book.open_holds
-        return not (busy or self.journal.backlog or self.fleet.running())
 
 
 class World:
@@ -158,19 +129,21 @@ class World:
     def __init__(self, spec: Spec, seed: int, loop: VirtualLoop, tasks: asyncio.TaskGroup) -> None:
         self.spec = spec
         self.seed = seed
-        self.clock = StepClock(loop)
+        self.clock = StepClock(loop, spec.wall_start_ms)
         self.ledger = MemoryLedger()
         self.weather = StoreWeather(seeded_random(seed, "store"))
         self.weather.apply_to(self.ledger)
         self.snapshot = first_snapshot(spec)
-        self.checker = Checker(self.clock, self.ledger, PRICE, spec.coordinator, spec.concurrency)
-        self.checker.limits = spec.limits
+        self.checker = Checker(self.clock, self.ledger, spec.coordinator, spec.concurrency)
+        self.checker.tally.first(self.snapshot)
         self.exchanges: list[Exchange] = []
         self._orders: dict[tuple[str, str], None] = {}
         self._tasks = tasks
         self._serial = 0
         self._engines: list[FaultyEngine] = []
         self._cell: Cell | None = None
+        self._starting: tuple[CellStore, asyncio.Task[Recovered]] | None = None
+        self._dead_store: CellStore | None = None
         self.is_accepting = False
 
     @property
@@ -192,41 +165,81 @@ class World:
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def start(self) -> None:
-        """Start a cell on what is durable; a process that cannot reach its store is started again."""
+    async def start(self) -> bool:
+        """Start a cell on what is durable; False if it dies while it recovers.
+
+        A process that cannot reach its store is started again.
+        """
         self._serial += 1
-        store = CellStore(self.ledger)
-        recovered = await self._recover(store)
+        store, snapshot = CellStore(self.ledger, self._supersede), self.snapshot
+        recovering = self._tasks.create_task(self._recover(store, snapshot))
+        self._starting = store, recovering
+        await asyncio.wait([recovering])
+        self._starting = None
+        if store.is_cut:
+            return False
         self.checker.cell_started()
-        cell = self._cell = Cell(self, self._serial, store, recovered)
-        services = (cell.coordinator.run(), cell.gateway.run(), cell.supervisor.run())
-        cell.services = [self._tasks.create_task(service) for service in services]
+        cell = self._cell = Cell(self, self._serial, store, recovering.result(), snapshot)
+        if self.snapshot is not snapshot:
+            cell.coordinator.publish(self.snapshot)
+        cell.run_in(self._tasks)
         await asyncio.sleep(0)  # let each begin
         self.is_accepting = True
+        return True
 
-    async def _recover(self, store: CellStore) -> Recovered:
+    async def _recover(self, store: CellStore, snapshot: Snapshot) -> Recovered:
         for _ in range(_STARTS_MAX):
             try:
-                return await recover(store, self.clock, self.snapshot)
+                return await recover(store, self.clock, snapshot)
             except errors.LedgerUnavailable:
                 await asyncio.sleep(_POLL_S)
         raise AssertionError("the store stays away")
 
+    def die(self) -> None:
+        """The process dies at this instant, also one that is starting."""
+        self.is_accepting = False
+        if self._starting is not None:
+            self._dead_store, recovering = self._starting
+            self._dead_store.cut()
+            recovering.cancel()
+            return
+        cell = self.cell
+        self._dead_store = cell.store
+        cell.die()
+        self.checker.cell_died()
+
+    async def bury(self, *, land: bool) -> None:
+        """Wait for the end of a process that died. land: a write that was under way becomes durable. The weather clears."""
+        store = self._dead_store
+        assert store is not None
+        if self._cell is not None and self._cell.store is store:
+            await self._cell.gone()
+        self.weather.clear()
+        if land and store.writing is not None:
+            await self.ledger.write(*store.writing)
+
     async def crash(self, *, land: bool) -> None:
         """The process dies now; land: a write that is under way becomes durable all the same. The weather clears."""
-        cell, self.is_accepting = self.cell, False
-        cell.wire.cut()
-        cell.store.cut()
-        for exchange in cell.conversations.values():
-            exchange.cut = exchange.is_done = True
-            exchange.client.vanish()
-        self.checker.cell_died()
-        await cell.engine.aclose()
-        await _cancel(cell.conversations)
-        await _cancel(cell.services)
-        self.weather.clear()
-        if land and cell.store.writing is not None:
-            await self.ledger.write(*cell.store.writing)
+        self.die()
+        await self.bury(land=land)
+
+    async def take_over(self) -> None:
+        """A second process becomes the writer while the first one lives on; the first is buried a little later."""
+        old, self.is_accepting = self.cell, False
+        assert await self.start()
+        await asyncio.sleep(_STALE_S)
+        await old.coordinator.drain(1)  # it ends what it has, and writes that
+        old.die()
+        await old.gone()
+
+    def _supersede(self) -> None:
+        """The store has a new writer."""
+        cell = self._cell
+        if cell is not None and not cell.store.is_cut and not cell.is_stale:
+            cell.supersede()
+            cell.wire.heard = self.checker.heard_of_stale
+            cell.engine.on_start = lambda call: None
+            self.checker.cell_died()
 
     async def shut_down(self, grace_ms: Millis) -> None:
         """Drain, then stop in order."""
@@ -236,17 +249,38 @@ class World:
         await self.until(lambda: not cell.conversations)
         cell.gateway.close()
         cell.coordinator.close()
-        await _cancel(cell.services[2:])
+        for service in cell.services[2:]:
+            service.cancel()
         await asyncio.wait(cell.services, timeout=QUIET_S)
         assert all(service.done() for service in cell.services), "a part does not stop"
+        cell.store.cut()
         if cell.journal.backlog:  # the store stayed away: what was not written is lost with the process
             self.checker.cell_died()
         await cell.engine.aclose()
 
     def publish(self, snapshot: Snapshot) -> None:
         """Put a configuration in force."""
+        self.look_at_clock()
         self.snapshot = snapshot
         self.cell.coordinator.publish(snapshot)
+
+    def change(self, **parts: Any) -> None:
+        """Put the next version in force, with these parts of it changed."""
+        self.publish(replace(self.snapshot, version=self.snapshot.version + 1, **parts))
+
+    def look_at_clock(self) -> None:
+        """Let both calendars see the present windows: each remembers the latest that it was asked about."""
+        if self.is_accepting:
+            self.checker.tally.look_at_clock()
+            for tenant in self.snapshot.tenants:
+                self.cell.book.windows_of(tenant, Moment(self.clock.monotonic_ns(), self.clock.wall_ms()))
+
+    def step_wall(self, by_ms: Millis) -> None:
+        """Somebody sets the wall clock, forward or back; not while a process starts, which looks at it once."""
+        if self._starting is None:
+            self.look_at_clock()
+            self.clock.step_wall(by_ms)
+            self.look_at_clock()
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -256,6 +290,7 @@ class World:
         client = SimClient(self.clock, order.habits, self.spec.gateway.slow_client_grace_ms)
         exchange = Exchange(client, SimAnswer(name, client, self.checker))
         self.checker.prompts[name] = order.prompt
+        self.checker.ids[order.prompt] = tenant_name(order.tenant), order.request_id or name
         self.exchanges.append(exchange)
         if order.request_id is not None:
             self._orders[tenant_name(order.tenant), order.request_id] = None
@@ -274,14 +309,14 @@ class World:
         if habits.leaves_after_ms is not None:
             asyncio.get_running_loop().call_later(habits.leaves_after_ms / 1e3, exchange.client.leave)
         request = InferenceRequest(
-            model_alias=ALIAS.name,
+            model_alias=order.alias,
             prompt=order.prompt,
             max_output_tokens=order.max_output_tokens,
             deadline_ms=order.deadline_ms,
             stream=order.stream,
             request_id=order.request_id,
         )
-        await cell.gateway.generate(principal_of(order.tenant), request, exchange.answer, "sim")
+        await cell.gateway.generate(principal_of(order.tenant, order.caller), request, exchange.answer, "sim")
         exchange.is_done = True
 
     async def _cancel_by_id(self, cell: Cell, order: Order, exchange: Exchange) -> None:
@@ -314,10 +349,20 @@ class World:
         lookups = await self._look_up_all()
         step = self.spec.coordinator.delivery_step_tokens
         takes_are_dated = self._serial == 1 or not self.clock.was_stepped
-        audit(Evidence(self.checker, self.exchanges, lookups, emitted, step, PRICE, takes_are_dated))
+        audit(Evidence(self.checker, self.exchanges, lookups, emitted, step, self._prices(), takes_are_dated))
+
+    def _prices(self) -> dict[int, Price]:
+        return {version: price for (_, version), price in self.snapshot.prices.items()}
 
     async def _look_up_all(self) -> dict[tuple[str, str], GenerationRecord | None]:
         return {name: (await self.cell.inbox.lookup(*name)).record for name in self._orders}
+
+    async def verify(self) -> None:
+        """The store's own check, while nothing is open."""
+        report, durable = await self.ledger.verify(), self.checker.durable
+        assert report.is_clean, report.problems
+        assert report.open_holds == 0 and report.holds == report.settlements == len(durable.ends)
+        assert report.late == durable.late_count, f"{report.late} records are late"
 
     async def finish(self) -> None:
         """Audit as it is, after a restart that remembers only what is durable, and the store's own sums."""
@@ -327,17 +372,9 @@ class World:
         await self.start()
         await self.quiet()
         await self.shut_down(1_000)
-        usage = await self.ledger.usage(UsageQuery(group_by=("tenant",)))
+        await self.verify()
+        usage = await self.ledger.usage(UsageQuery(group_by=("tenant", "day")))
         audit_balances(self.checker, await self.ledger.open_epoch(0), usage)
-
-
-async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel and wait until they ended."""
-    cancelled = list(tasks)
-    for task in cancelled:
-        task.cancel()
-    if cancelled:
-        await asyncio.wait(cancelled)
 
 
 Script = Callable[[World], Awaitable[None]]

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 import msgspec
 from sqlalchemy import Connection, Table, bindparam, delete, insert, select
 
-from weir.core.registry.model import Alias, Pool, Revision
+from weir.core.metering import Price
+from weir.core.registry.model import Alias, Pool, Revision, RevisionPrice
 from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Scope, Tenant
 from weir.storage import schema
 
@@ -65,6 +66,22 @@ def _value(kind: type[Entity], row: dict[str, Any]) -> Entity:
         names = [name for name in row if name.startswith(_PRICE_PREFIX)]
         row["price"] = {name.removeprefix(_PRICE_PREFIX): row.pop(name) for name in names}
     return msgspec.convert(row, kind, builtin_types=(bytes,))
+
+
+def read_prices(connection: Connection) -> list[RevisionPrice]:
+    """The whole price schedule, by revision and version."""
+    found = connection.execute(select(schema.PRICE).order_by(*schema.PRICE.primary_key))
+    return [RevisionPrice(revision, Price(*amounts)) for revision, *amounts in found]
+
+
+def keep_prices(connection: Connection, revisions: Sequence[Revision]) -> None:
+    """Add what is new to the schedule. An entry that differs from the stored one breaks an invariant: the key refuses it."""
+    table = schema.PRICE
+    for revision in revisions:
+        row = {"revision": revision.id, **msgspec.to_builtins(revision.price)}
+        same = select(table.c.version).where(*(table.c[name] == value for name, value in row.items()))
+        if connection.execute(same).first() is None:
+            connection.execute(insert(table), row)
 
 
 def read_limits(connection: Connection) -> list[tuple[Scope, Limits]]:

@@ -41,7 +41,7 @@ def _prepare(path: Path) -> None:
     with engine.connect() as connection:
         _refuse_damaged(connection, path)
         with connection.begin():
-            migrate(connection, path)
+            migrate(connection, str(path))
 
 
 def _refuse_damaged(connection: Connection, path: Path) -> None:
@@ -53,12 +53,12 @@ def _refuse_damaged(connection: Connection, path: Path) -> None:
         raise errors.StateUnreadable(f"The database {path} is damaged. Restore it from a backup.")
 
 
-def migrate(connection: Connection, path: Path) -> None:
-    """Bring the schema to this version, within the caller's transaction. Raises StateUnreadable for a newer one."""
+def migrate(connection: Connection, shown: str) -> None:
+    """Bring a schema to this version, in the caller's transaction. shown: its database. Raises StateUnreadable if newer."""
     config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
     known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
     current = MigrationContext.configure(connection).get_current_revision()
     if current is not None and current not in known:
-        raise errors.StateUnreadable(f"The database {path} was written by a newer version of Weir (schema {current}).")
+        raise errors.StateUnreadable(f"The database {shown} was written by a newer version of Weir (schema {current}).")
     command.upgrade(config, "head")

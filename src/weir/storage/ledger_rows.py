@@ -5,7 +5,6 @@ database, so that an end without a hold, or a second one, inserts nothing, and a
 """
 
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -30,23 +29,24 @@ from weir.units import Millis
 
 Row: TypeAlias = tuple[Any, ...]
 
-_MS_PER_DAY = 86_400_000
 _WINDOW_SEPARATOR = "\n"
 
-_HOLD_COLUMNS = (
+HOLD_COLUMNS = (
     "seq, epoch, at_ms, tenant, request_id, execution, generation_id, body_digest, application, key, alias, revision, pool, "
     "service_class, workload_class, surface, stream, input_tokens, input_basis, max_output_tokens, choices, price_version, "
-    "held_microusd, window_names, window_takes, bucket_takes, deadline_at_ms, gateway_session"
+    "held_microusd, window_names, bucket_takes, deadline_at_ms, gateway_session"
 )
-_COPIED_COLUMNS = (
+COPIED_COLUMNS = (
     "tenant, request_id, execution, application, key, alias, revision, pool, service_class, workload_class, surface, stream, "
     "price_version, window_names"
 )
-_END_COLUMNS = (
-    "seq, epoch, at_ms, day, attempt, replica, status, finish_reason, basis, input_tokens, cached_input_tokens, output_tokens, "
+END_COLUMNS = (
+    "seq, epoch, at_ms, attempt, replica, status, finish_reason, basis, input_tokens, cached_input_tokens, output_tokens, "
     "delivered_tokens, tenant_input_tokens, tenant_cached_input_tokens, tenant_output_tokens, cost_microusd, "
     "platform_microusd, queue_ms, ttft_ms, tpot_ms, total_ms, bucket_returns, error_code, error_detail"
 )
+DAY = "substr(window_names, 5, 10)"
+"""The date in `day/YYYY-MM-DD`, which comes first."""
 _OF_HELD_BEFORE = "tenant = ? AND request_id = ? AND execution = ? AND seq < ?"
 
 
@@ -54,15 +54,15 @@ def _marks(columns: str) -> str:
     return ", ".join("?" * (columns.count(",") + 1))
 
 
-INSERT_HOLD = f"INSERT INTO ledger_hold ({_HOLD_COLUMNS}) VALUES ({_marks(_HOLD_COLUMNS)})"
+INSERT_HOLD = f"INSERT INTO ledger_hold ({HOLD_COLUMNS}) VALUES ({_marks(HOLD_COLUMNS)})"
 INSERT_OPEN = "INSERT INTO ledger_open (hold_seq) VALUES (?)"
 INSERT_STEP = (
     "INSERT INTO ledger_step (hold_seq, seq, attempt, replica, delivered_max) "
     f"SELECT seq, ?, ?, ?, ? FROM ledger_hold WHERE {_OF_HELD_BEFORE}"
 )
 INSERT_END = (
-    f"INSERT INTO ledger_settlement (hold_seq, {_COPIED_COLUMNS}, {_END_COLUMNS}) "
-    f"SELECT seq, {_COPIED_COLUMNS}, {_marks(_END_COLUMNS)} FROM ledger_hold WHERE {_OF_HELD_BEFORE} "
+    f"INSERT INTO ledger_settlement (hold_seq, day, {COPIED_COLUMNS}, {END_COLUMNS}) "
+    f"SELECT seq, {DAY}, {COPIED_COLUMNS}, {_marks(END_COLUMNS)} FROM ledger_hold WHERE {_OF_HELD_BEFORE} "
     "ON CONFLICT (hold_seq) DO NOTHING"
 )
 CLOSE_ENDED = "DELETE FROM ledger_open WHERE hold_seq IN (SELECT hold_seq FROM ledger_settlement WHERE seq BETWEEN ? AND ?)"
@@ -78,14 +78,41 @@ ADD_TO_BALANCE = (
     "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (tenant, application, key, alias, budget_window) DO UPDATE SET "
     "spent_microusd = spent_microusd + excluded.spent_microusd, spent_tokens = spent_tokens + excluded.spent_tokens"
 )
+_SUMMED = (
+    "tenant_input_tokens",
+    "tenant_cached_input_tokens",
+    "tenant_output_tokens",
+    "cost_microusd",
+    "platform_microusd",
+)
+_ROLLED_BY = "tenant, application, key, alias, revision, day, status, workload_class, window_names"
+_OLD = "FROM ledger_settlement WHERE seq <= ? AND at_ms < ?"
+OLDEST_ENDED = "SELECT max(seq) FROM (SELECT seq, at_ms FROM ledger_settlement ORDER BY seq LIMIT ?) AS oldest WHERE at_ms < ?"
+"""Ends are numbered as they happen, so that the oldest come first and none beyond them has to be read."""
+ROLL_UP = (
+    f"INSERT INTO usage_rollup ({_ROLLED_BY}, ended_day_ms, requests, {', '.join(_SUMMED)}) "
+    f"SELECT {_ROLLED_BY}, at_ms - at_ms % 86400000, count(*), {', '.join(f'sum({name})' for name in _SUMMED)} {_OLD} "
+    f"GROUP BY {_ROLLED_BY}, at_ms - at_ms % 86400000 ON CONFLICT ({_ROLLED_BY}, ended_day_ms) DO UPDATE SET "
+    + ", ".join(f"{name} = usage_rollup.{name} + excluded.{name}" for name in ("requests", *_SUMMED))
+)
+PRUNE = (
+    f"DELETE FROM ledger_step WHERE hold_seq IN (SELECT hold_seq {_OLD})",
+    f"DELETE FROM ledger_hold WHERE seq IN (SELECT hold_seq {_OLD})",
+    f"DELETE {_OLD}",
+)
+"""Parameters of each, and of ROLL_UP before them: the seq of OLDEST_ENDED, and the time."""
+PRUNE_LATE = "DELETE FROM ledger_late WHERE at_ms < ?"
+PRUNE_REJECTIONS = "DELETE FROM rejection WHERE minute_ms < ?"
 ADD_REJECTIONS = (
     "INSERT INTO rejection (tenant, code, minute_ms, number) VALUES (?, ?, ?, ?) "
-    "ON CONFLICT (tenant, code, minute_ms) DO UPDATE SET number = number + excluded.number"
+    "ON CONFLICT (tenant, code, minute_ms) DO UPDATE SET number = rejection.number + excluded.number"
 )
 BALANCES = (
     "SELECT tenant, application, key, alias, budget_window, spent_microusd, spent_tokens FROM ledger_balance "
-    "ORDER BY tenant, application, key, alias, budget_window"
+    "WHERE budget_window = 'lifetime' OR (budget_window >= ? AND budget_window < 'day0') "
+    "OR (budget_window >= ? AND budget_window < 'month0') ORDER BY tenant, application, key, alias, budget_window"
 )
+"""Parameters: the floors of day and month windows that may be present. (`0` follows the `/` that ends a window's kind.)"""
 RECENT_TAKES = (
     "SELECT h.tenant, h.at_ms, h.bucket_takes, e.bucket_returns FROM ledger_hold h "
     "LEFT JOIN ledger_settlement e ON e.hold_seq = h.seq WHERE h.at_ms >= ? AND h.bucket_takes IS NOT NULL ORDER BY +h.seq"
@@ -142,8 +169,7 @@ def hold_row(hold: HoldRecord, epoch: int) -> Row:
         hold.choices,
         hold.price_version,
         hold.held_microusd,
-        _WINDOW_SEPARATOR.join([take.window for take in hold.windows]),
-        _encode(hold.windows),
+        _window_names(hold.windows),
         _encode(hold.takes) if hold.takes else None,
         hold.deadline_at_ms,
         hold.gateway_session,
@@ -162,7 +188,6 @@ def end_row(end: EndRecord, epoch: int) -> Row:
         end.seq,
         epoch,
         end.at_ms,
-        day_of(end.at_ms),
         *(_settled_columns(end) if isinstance(end, SettleRecord) else _released_columns(end)),
         timing.queue_ms,
         timing.ttft_ms,
@@ -204,14 +229,9 @@ def late_row(end: EndRecord) -> Row:
     return end.seq, end.at_ms, *_identity(end.id), _encode(end)
 
 
-def day_of(at_ms: Millis) -> str:
-    """The UTC date of a wall-clock time, YYYY-MM-DD."""
-    return _date_text(at_ms // _MS_PER_DAY)
-
-
-@lru_cache(16)
-def _date_text(day: int) -> str:
-    return datetime.fromtimestamp(day * _MS_PER_DAY // 1000, UTC).date().isoformat()
+@lru_cache(1_024)
+def _window_names(windows: tuple[str, ...]) -> str:
+    return _WINDOW_SEPARATOR.join(windows)
 
 
 def balance_rows(posted: Iterable[Row]) -> list[Row]:
@@ -303,17 +323,24 @@ def check_groups(group_by: Sequence[str]) -> None:
 def usage_statement(query: UsageQuery) -> tuple[str, Row]:
     """The sums of a query and its parameters. Raises InvalidRequest for an unknown group."""
     check_groups(query.group_by)
-    bounds = (("tenant = ?", query.tenant), ("at_ms >= ?", query.from_ms), ("at_ms < ?", query.to_ms))
-    where = " AND ".join(text for text, value in bounds if value is not None) or "1 = 1"
-    groups = ", ".join(query.group_by)
-    grouping = f" GROUP BY {groups} ORDER BY {groups}" if groups else ""
-    columns = f"{groups}, " if groups else ""
-    sums = (
-        "count(*), sum(tenant_input_tokens), sum(tenant_cached_input_tokens), sum(tenant_output_tokens), "
-        "sum(cost_microusd), sum(platform_microusd)"
+    kept, parameters = _selection(query, "at_ms")
+    rolled_up, _ = _selection(query, "ended_day_ms")
+    columns = ", ".join(query.group_by)
+    head = f"{columns}, " if columns else ""
+    grouping = f" GROUP BY {columns} ORDER BY {columns}" if columns else ""
+    sums = ", ".join(f"sum({name})" for name in ("requests", *_SUMMED))
+    amounts = ", ".join(_SUMMED)
+    statement = (
+        f"SELECT {head}{sums} FROM (SELECT {head}1 AS requests, {amounts} FROM ledger_settlement WHERE {kept} "
+        f"UNION ALL SELECT {head}requests, {amounts} FROM usage_rollup WHERE {rolled_up}) AS usage{grouping}"
     )
-    statement = f"SELECT {columns}{sums} FROM ledger_settlement WHERE {where}{grouping}"
-    return statement, tuple(value for _, value in bounds if value is not None)
+    return statement, parameters + parameters
+
+
+def _selection(query: UsageQuery, ended: str) -> tuple[str, Row]:
+    bounds = (("tenant = ?", query.tenant), (f"{ended} >= ?", query.from_ms), (f"{ended} < ?", query.to_ms))
+    where = " AND ".join(text for text, value in bounds if value is not None) or "1 = 1"
+    return where, tuple(value for _, value in bounds if value is not None)
 
 
 def usage_rows(query: UsageQuery, rows: Iterable[Row]) -> list[UsageRow]:

@@ -6,32 +6,39 @@ answer of a write. It must never accept what the durable stores refuse, nor the 
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
+
+import msgspec
 
 from weir import errors
 from weir.core.endings import Status
 from weir.core.ledger.records import EndRecord, ExecutionId, HoldRecord, LedgerRecord, SettleRecord, StepRecord
+from weir.core.registry.model import Revision, RevisionPrice
 from weir.core.tenancy import Limits, Scope
+from weir.core.windows import LIFETIME_WINDOW, day_of, floors_of
 from weir.messages import GenerationRecord, ended_record
 from weir.ports import (
     AuditEntry,
     Catalog,
     CatalogChange,
     LeafBalance,
+    LedgerReport,
     RecentTake,
     Recovery,
     StoredExecution,
     UsageQuery,
     UsageRow,
 )
-from weir.storage.ledger_rows import check_groups, day_of, net_takes
+from weir.storage.ledger_audit import differing_balances
+from weir.storage.ledger_rows import check_groups, net_takes
 from weir.units import Millis
 
-Operation: TypeAlias = Literal["open_epoch", "write", "find_execution", "usage", "count_rejections"]
+Operation: TypeAlias = Literal["open_epoch", "write", "find_execution", "usage", "verify", "prune", "count_rejections"]
 Delay: TypeAlias = Callable[[Operation], Awaitable[None]]
 Fault: TypeAlias = Callable[[Operation], Exception | None]
 _Leaf: TypeAlias = tuple[str, str, str, str, str]
+_MS_PER_DAY: Millis = 86_400_000
 
 
 async def _no_delay(operation: Operation) -> None:
@@ -64,7 +71,8 @@ class MemoryLedger:
         self._steps: dict[ExecutionId, StepRecord] = {}
         self._ends: dict[ExecutionId, EndRecord] = {}
         self._open: dict[ExecutionId, HoldRecord] = {}
-        self._late = 0
+        self._late: list[EndRecord] = []
+        self._rolled_up: list[tuple[HoldRecord, EndRecord]] = []
         self._balances: dict[_Leaf, tuple[int, int]] = {}
         self._rejections: defaultdict[tuple[str, str, Millis], int] = defaultdict(int)
 
@@ -76,7 +84,7 @@ class MemoryLedger:
             return Recovery(
                 epoch=self._epoch,
                 next_seq=self._last_seq + 1,
-                balances=[LeafBalance(*leaf, *spent) for leaf, spent in sorted(self._balances.items())],
+                balances=self._recent_balances(recent_since_ms),
                 open_executions=[self._stored(hold) for hold in self._open.values()],
                 recent_takes=self._recent_takes(recent_since_ms),
             )
@@ -105,16 +113,66 @@ class MemoryLedger:
         check_groups(query.group_by)
         await self._begin("usage")
         sums: defaultdict[tuple[str, ...], list[int]] = defaultdict(lambda: [0] * 6)
-        for execution, end in self._ends.items():
+        for hold, end in self._ended():
             if _selected(query, end):
-                columns = _usage_columns(self._holds[execution], end)
+                columns = _usage_columns(hold, end)
                 total = sums[tuple(columns[name] for name in query.group_by)]
                 total[:] = map(sum, zip(total, _amounts(end), strict=True))
         return [UsageRow(dict(zip(query.group_by, group, strict=True)), *total) for group, total in sorted(sums.items())]
 
+    async def verify(self) -> LedgerReport:
+        """Recount everything."""
+        await self._begin("verify")
+        posted: defaultdict[_Leaf, tuple[int, int]] = defaultdict(lambda: (0, 0))
+        for hold, end in self._ended():
+            for leaf, microusd, tokens in _posted(hold, end):
+                posted[leaf] = (posted[leaf][0] + microusd, posted[leaf][1] + tokens)
+        return LedgerReport(
+            epoch=self._epoch,
+            last_seq=self._last_seq,
+            holds=len(self._holds),
+            open_holds=len(self._open),
+            settlements=len(self._ends),
+            rolled_up=len(self._rolled_up),
+            late=len(self._late),
+            balances=len(self._balances),
+            problems=tuple(differing_balances(self._balances, posted)),
+        )
+
+    async def prune(self, epoch: int, before_ms: Millis, rows_max: int) -> int:
+        """Roll up to rows_max executions up that ended before a time; how many. Raises StaleEpoch, or what a hook says."""
+        async with self._order:
+            await self._begin("prune")
+            if epoch != self._epoch:
+                raise errors.StaleEpoch()
+            oldest = sorted(self._ends.items(), key=lambda entry: entry[1].seq)[:rows_max]
+            old = [(execution, end) for execution, end in oldest if end.at_ms < before_ms]
+            for execution, end in old:
+                self._roll_up(execution, end)
+            if len(old) < rows_max:
+                self._late = [end for end in self._late if end.at_ms >= before_ms]
+                for key in [key for key in self._rejections if key[2] < before_ms]:
+                    del self._rejections[key]
+            return len(old)
+
+    def _roll_up(self, execution: ExecutionId, end: EndRecord) -> None:
+        hold = self._holds.pop(execution)
+        ended_day_ms = end.at_ms - end.at_ms % _MS_PER_DAY
+        self._rolled_up.append((hold, msgspec.structs.replace(end, at_ms=ended_day_ms)))
+        del self._ends[execution]
+        self._steps.pop(execution, None)
+        if self._latest.get((execution.tenant, execution.request_id)) is hold:
+            del self._latest[execution.tenant, execution.request_id]
+
+    def _ended(self) -> Iterator[tuple[HoldRecord, EndRecord]]:
+        """Every ended execution; of those rolled up only the day of the end is kept."""
+        yield from self._rolled_up
+        for execution, end in self._ends.items():
+            yield self._holds[execution], end
+
     async def late_records(self) -> int:
         """How many ends came for an execution that had none open."""
-        return self._late
+        return len(self._late)
 
     async def count_rejections(self, counts: Sequence[tuple[str, str, Millis, int]]) -> None:
         """Add (tenant, code, minute as wall-clock ms, number) to the rejection counters."""
@@ -158,19 +216,23 @@ class MemoryLedger:
         elif isinstance(record, StepRecord):
             self._steps[execution] = record
         elif (hold := self._open.pop(execution, None)) is None:
-            self._late += 1
+            self._late.append(record)
         else:
             self._ends[execution] = record
             self._post(hold, record)
 
     def _post(self, hold: HoldRecord, end: EndRecord) -> None:
-        if not isinstance(end, SettleRecord):
-            return
-        tokens = end.tenant_input_tokens + end.tenant_output_tokens
-        for take in hold.windows if end.cost_microusd + tokens else ():
-            leaf = (hold.id.tenant, hold.application, hold.key, hold.alias, take.window)
+        for leaf, microusd, tokens in _posted(hold, end):
             spent_microusd, spent_tokens = self._balances.get(leaf, (0, 0))
-            self._balances[leaf] = (spent_microusd + end.cost_microusd, spent_tokens + tokens)
+            self._balances[leaf] = (spent_microusd + microusd, spent_tokens + tokens)
+
+    def _recent_balances(self, since_ms: Millis) -> list[LeafBalance]:
+        floor_of = dict(zip(("day", "month"), floors_of(since_ms), strict=True))
+        return [
+            LeafBalance(*leaf, *spent)
+            for leaf, spent in sorted(self._balances.items())
+            if leaf[-1] == LIFETIME_WINDOW or leaf[-1] >= floor_of[leaf[-1].partition("/")[0]]
+        ]
 
     def _recent_takes(self, since_ms: Millis) -> list[RecentTake]:
         found: list[RecentTake] = []
@@ -208,6 +270,14 @@ def _generation_record(hold: HoldRecord, step: StepRecord | None, end: EndRecord
     return ended_record(shown, end, posted=True) if end else shown
 
 
+def _posted(hold: HoldRecord, end: EndRecord) -> Iterator[tuple[_Leaf, int, int]]:
+    """What an end adds to each balance: micro-dollars and tokens."""
+    if isinstance(end, SettleRecord):
+        tokens = end.tenant_input_tokens + end.tenant_output_tokens
+        for window in hold.windows if end.cost_microusd + tokens else ():
+            yield (hold.id.tenant, hold.application, hold.key, hold.alias, window), end.cost_microusd, tokens
+
+
 def _selected(query: UsageQuery, end: EndRecord) -> bool:
     return (
         query.tenant in (None, end.id.tenant)
@@ -223,7 +293,7 @@ def _usage_columns(hold: HoldRecord, end: EndRecord) -> dict[str, str]:
         "key": hold.key,
         "alias": hold.alias,
         "revision": hold.revision,
-        "day": day_of(end.at_ms),
+        "day": day_of(hold.windows),
         "status": end.status.value,
         "workload_class": hold.workload_class,
     }
@@ -255,6 +325,7 @@ class MemoryCatalog:
         self._version = 0
         self._entities: dict[str, dict[tuple[str, ...], Any]] = {name: {} for name in _KEY_OF}
         self._limits: dict[Scope, Limits] = {}
+        self._prices: dict[tuple[str, int], RevisionPrice] = {}
         self._audit: list[AuditEntry] = []
 
     async def load(self) -> Catalog:
@@ -262,6 +333,7 @@ class MemoryCatalog:
         return Catalog(
             version=self._version,
             limits=sorted(self._limits.items(), key=lambda entry: _scope_key(entry[0])),
+            prices=[self._prices[key] for key in sorted(self._prices)],
             **{name: [values[key] for key in sorted(values)] for name, values in self._entities.items()},
         )
 
@@ -269,6 +341,8 @@ class MemoryCatalog:
         """Apply a change if the catalog is still at expected_version; the new version. Raises AlreadyExists when it is not."""
         if expected_version != self._version:
             raise errors.AlreadyExists(f"The catalog is not at version {expected_version} any more.")
+        for revision in change.revisions:
+            self._keep_price(revision)
         for name, key_of in _KEY_OF.items():
             self._entities[name] |= {key_of(value): value for value in getattr(change, name)}
         for scope, limits in change.limits:
@@ -278,6 +352,10 @@ class MemoryCatalog:
         self._audit.append(change.audit)
         self._version += 1
         return self._version
+
+    def _keep_price(self, revision: Revision) -> None:
+        key = (revision.id, revision.price.version)
+        assert self._prices.setdefault(key, RevisionPrice(revision.id, revision.price)).price == revision.price
 
     async def audit(self, limit: int, before_ms: Millis | None = None) -> list[AuditEntry]:
         """The newest audit entries, newest first; before_ms: only those before that time."""

@@ -61,7 +61,6 @@ LEDGER_HOLD = Table(
     _required("input_basis", Text),
     *_numbers("max_output_tokens", "choices", "price_version", "held_microusd"),
     _required("window_names", Text),
-    _required("window_takes", LargeBinary),
     Column("bucket_takes", LargeBinary),
     _required("deadline_at_ms", BigInteger),
     _required("gateway_session", Text),
@@ -125,6 +124,19 @@ LEDGER_BALANCE = Table(
     sqlite_with_rowid=False,
 )
 
+USAGE_ROLLUP = Table(
+    "usage_rollup",
+    METADATA,
+    *_texts("tenant", "application", "key", "alias", "revision", "day", "status", "workload_class", "window_names"),
+    *_numbers("ended_day_ms", "requests", "tenant_input_tokens", "tenant_cached_input_tokens", "tenant_output_tokens"),
+    *_numbers("cost_microusd", "platform_microusd"),
+    PrimaryKeyConstraint(
+        "tenant", "application", "key", "alias", "revision", "day", "status", "workload_class", "window_names", "ended_day_ms"
+    ),
+    sqlite_with_rowid=False,
+)
+"""What is left of executions past the retention: their sums. ended_day_ms: the first millisecond of the UTC day they ended."""
+
 REJECTION = Table(
     "rejection",
     METADATA,
@@ -144,6 +156,7 @@ TENANT = Table(
     Column("name", Text, primary_key=True),
     _required("time_zone", Text),
     *(_required(name, Boolean) for name in ("disabled", "revoked", "external_allowed")),
+    _required("former_time_zones", JSON),
 )
 
 APPLICATION = Table(
@@ -182,6 +195,15 @@ REVISION = Table(
     *_numbers("price_version", "price_input_microusd", "price_cached_input_microusd", "price_output_microusd"),
     *(_required(name, Boolean) for name in ("chat", "external", "revoked")),
 )
+
+PRICE = Table(
+    "price",
+    METADATA,
+    _required("revision", Text),
+    *_numbers("version", "input_microusd", "cached_input_microusd", "output_microusd"),
+    PrimaryKeyConstraint("revision", "version"),
+)
+"""The price schedule: append-only, because holds and usage rows name a version."""
 
 ALIAS = Table(
     "alias",

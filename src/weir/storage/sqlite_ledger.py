@@ -13,7 +13,9 @@ from typing import TypeVar
 
 from weir import errors
 from weir.core.ledger.records import EndRecord, HoldRecord, LedgerRecord, StepRecord
-from weir.ports import LeafBalance, Recovery, StoredExecution, UsageQuery, UsageRow
+from weir.core.windows import floors_of
+from weir.ports import LeafBalance, LedgerReport, Recovery, StoredExecution, UsageQuery, UsageRow
+from weir.storage import ledger_audit
 from weir.storage import ledger_rows as rows
 from weir.storage.store_thread import StoreThread
 from weir.units import Millis
@@ -70,6 +72,17 @@ class SqliteLedger:
         found = await self._reports.run(lambda database: database.execute(statement, parameters).fetchall())
         return rows.usage_rows(query, found)
 
+    async def verify(self) -> LedgerReport:
+        """Recount everything in one consistent read, also while another process writes. Raises LedgerUnavailable."""
+        return await self._reports.run(_verify)
+
+    async def prune(self, epoch: int, before_ms: Millis, rows_max: int) -> int:
+        """Replace up to rows_max executions that ended before a time by their sums; how many. Sums and balances stay.
+
+        Raises StaleEpoch, or LedgerUnavailable.
+        """
+        return await self._writer.run(partial(_prune, epoch, before_ms, rows_max))
+
     async def late_records(self) -> int:
         """How many ends came for an execution that had none open. Raises LedgerUnavailable."""
         found = await self._reports.run(lambda database: database.execute("SELECT count(*) FROM ledger_late").fetchone())
@@ -98,7 +111,7 @@ def _open_epoch(recent_since_ms: Millis, database: sqlite3.Connection) -> Recove
     recovery = Recovery(
         epoch=epoch,
         next_seq=last_seq + 1,
-        balances=[LeafBalance(*row) for row in database.execute(rows.BALANCES)],
+        balances=[LeafBalance(*row) for row in database.execute(rows.BALANCES, floors_of(recent_since_ms))],
         open_executions=[rows.stored_execution(row) for row in database.execute(rows.OPEN_EXECUTIONS)],
         recent_takes=rows.recent_takes(database.execute(rows.RECENT_TAKES, (recent_since_ms,))),
     )
@@ -160,6 +173,28 @@ def _write_ends(database: sqlite3.Connection, epoch: int, ends: Sequence[EndReco
         database.executemany(rows.INSERT_LATE, [rows.late_row(end) for end in ends if end.seq not in ended])
     database.execute(rows.CLOSE_ENDED, span)
     database.executemany(rows.ADD_TO_BALANCE, rows.balance_rows(database.execute(rows.POSTED_BY_LEAF, span).fetchall()))
+
+
+def _verify(database: sqlite3.Connection) -> LedgerReport:
+    database.execute("BEGIN")
+    try:
+        return ledger_audit.examine(lambda statement: database.execute(statement).fetchall())
+    finally:
+        database.execute("ROLLBACK")
+
+
+def _prune(epoch: int, before_ms: Millis, rows_max: int, database: sqlite3.Connection) -> int:
+    database.execute("BEGIN IMMEDIATE")
+    if database.execute("SELECT epoch FROM cell").fetchone() != (epoch,):
+        raise errors.StaleEpoch()
+    old = (database.execute(rows.OLDEST_ENDED, (rows_max, before_ms)).fetchone()[0] or 0, before_ms)
+    database.execute(rows.ROLL_UP, old)
+    pruned = [database.execute(statement, old).rowcount for statement in rows.PRUNE][-1]
+    if pruned < rows_max:  # these have no index by time: once a sweep is enough
+        database.execute(rows.PRUNE_LATE, (before_ms,))
+        database.execute(rows.PRUNE_REJECTIONS, (before_ms,))
+    database.execute("COMMIT")
+    return pruned
 
 
 def _count_rejections(counts: Sequence[tuple[str, str, Millis, int]], database: sqlite3.Connection) -> None:

@@ -17,6 +17,7 @@ from weir import errors
 from weir.ports import Entropy
 from weir.units import Bytes
 
+DATABASE_FILE = "weir.sqlite3"
 SECRET_BYTES: Bytes = 32
 BODY_DIGEST_SECRET = "body_digest"
 CACHE_SALT_SECRET = "cache_salt"
@@ -37,7 +38,7 @@ class StateDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
-        self.database = self.path / "weir.sqlite3"
+        self.database = self.path / DATABASE_FILE
         self.ready_file = self.path / "ready.json"
         self._secrets_file = self.path / "secrets.json"
         try:

@@ -9,70 +9,41 @@ Invariants.
 Why one book. Counters kept per gateway and merged periodically admit N times the limit; a check followed by an add, with a wait
 between, lets parallel requests overspend. Here a decision is one synchronous step of one owner.
 
-Accounts exist for every scope that was ever used, limited or not, so that a limit set later meets the true figure. What is
-stored durably is the *leaf* (tenant, application, key, alias): each wider scope is the sum of its leaves, so a settlement
-touches one balance, not six. Buckets exist only where a per-minute limit is set; a new one starts full.
+What is counted always is the *leaf* (tenant, application, key, alias); a wider scope has an account only while it has limits,
+and that one begins as the sum of its leaves, so that a limit set later meets the true figure. Buckets exist only where a
+per-minute limit is set; a new one starts full.
 """
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from weir import errors
+from weir.core.ledger.account import BUDGETS, MINUTE_LIMITS, REQUESTS_PER_MINUTE, TOKENS_PER_MINUTE, Account, Balance
 from weir.core.ledger.bucket import Bucket
-from weir.core.ledger.records import LIFETIME_WINDOW, BucketTake, WindowTake
+from weir.core.ledger.records import BucketTake
 from weir.core.metering import Charge, Worst
 from weir.core.tenancy import Limits, Scope, Scopes, scopes_of
-from weir.units import MicroDollars, Millis, Nanos, Tokens, ceil_ms_from_ns
+from weir.core.windows import LIFETIME_WINDOW, Calendar, Zones
+from weir.units import MicroDollars, Millis, Moment, Nanos, Tokens, ceil_ms_from_ns
 
-_CONCURRENCY_RETRY_MS = 1_000
-"""No clock says when another request ends; a second is short against a generation and long against a network."""
-
-_MINUTE_LIMITS = ("requests_per_minute", "tokens_per_minute")
-
-
-@dataclass(slots=True)
-class Balance:
-    """One budget window of one scope: open holds and posted amounts."""
-
-    held_microusd: MicroDollars = 0
-    spent_microusd: MicroDollars = 0
-    held_tokens: Tokens = 0
-    spent_tokens: Tokens = 0
-
-
-@dataclass(slots=True)
-class Account:
-    """Everything counted for one scope."""
-
-    scope: Scope
-    limits: Limits = field(default_factory=Limits)
-    is_limited: bool = False
-    in_flight: int = 0
-    windows: dict[str, Balance] = field(default_factory=dict)
-    buckets: dict[str, Bucket] = field(default_factory=dict)
-
-    def balance(self, window: str) -> Balance:
-        """The balance of a window, created at zero on first use."""
-        found = self.windows.get(window)
-        if found is None:
-            found = self.windows[window] = Balance()
-        return found
+_Leaf: TypeAlias = tuple[str | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What one hold took, as its record names it."""
+    """What one hold took, as its record names it. windows: those its worst case is held in."""
 
-    windows: tuple[WindowTake, ...]
+    windows: tuple[str, ...]
     takes: tuple[BucketTake, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenHold:
-    accounts: tuple[Account, ...]
+    scopes: Scopes
     worst: Worst
-    windows: tuple[WindowTake, ...]
+    windows: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,72 +64,89 @@ class Standing:
 
 
 class Book:
-    """The accounts of a cell. Times are nanoseconds of the coordinator's monotonic clock."""
+    """The accounts of a cell. Durations are nanoseconds of the coordinator's monotonic clock, windows follow its wall clock."""
 
     def __init__(self) -> None:
-        self._accounts: dict[Scope, Account] = {}
-        self._accounts_by_leaf: dict[tuple[str | None, ...], tuple[Account, ...]] = {}
+        self._leaves: dict[str, dict[Scope, Account]] = defaultdict(dict)
+        self._limited: dict[Scope, Account] = {}
+        self._paths: dict[_Leaf, tuple[Account, ...]] = {}
+        self._calendars: dict[str, Calendar] = {}
+        self._zones: Mapping[str, Zones] = {}
         self._holds: dict[Hashable, _OpenHold] = {}
 
     # ── configuration ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def set_limits(self, limits: Mapping[Scope, Limits], now_ns: Nanos) -> None:
-        """Put a whole set of limits in force; a scope that is absent becomes unlimited. Levels are kept, clamped."""
-        for scope, account in self._accounts.items():
-            if scope not in limits and not account.limits.is_empty:
-                self._set_scope_limits(account, Limits(), now_ns)
-        for scope, entry in limits.items():
-            self._set_scope_limits(self._account(scope), entry, now_ns)
+    def configure(self, limits: Mapping[Scope, Limits], zones: Mapping[str, Zones], now_ns: Nanos) -> None:
+        """Put a whole set of limits and time zones (by tenant) in force; a scope that is absent becomes unlimited.
 
-    def _set_scope_limits(self, account: Account, limits: Limits, now_ns: Nanos) -> None:
-        if limits == account.limits:
-            return
-        for name in _MINUTE_LIMITS:
-            rate = getattr(limits, name)
-            if rate is None:
-                account.buckets.pop(name, None)
-            elif (bucket := account.buckets.get(name)) is None:
-                account.buckets[name] = Bucket(rate, now_ns)
-            elif bucket.rate != rate:
-                bucket.change_rate(rate, now_ns)
-        account.limits = limits
-        account.is_limited = not limits.is_empty
+        Levels of buckets are kept, clamped. A time zone takes effect at its tenant's next windows.
+        """
+        self._zones = zones
+        for tenant, calendar in self._calendars.items():
+            calendar.set_zones(zones.get(tenant, Zones()))
+        wanted = {scope: entry for scope, entry in limits.items() if not entry.is_empty}
+        for scope in [scope for scope in self._limited if scope not in wanted]:
+            self._limited.pop(scope).set_limits(Limits(), now_ns)
+        for scope, entry in wanted.items():
+            account = self._limited.get(scope)
+            if account is None:
+                account = self._limited[scope] = self._new_account(scope)
+            if account.limits != entry:
+                account.set_limits(entry, now_ns)
+        self._paths.clear()
 
-    def _account(self, scope: Scope) -> Account:
-        account = self._accounts.get(scope)
-        if account is None:
-            account = self._accounts[scope] = Account(scope)
+    def _new_account(self, scope: Scope) -> Account:
+        """The account of a scope as if it had always been there."""
+        if _is_leaf(scope):
+            return self._leaf(scope)
+        account = Account(scope)
+        for leaf, counted in self._leaves[scope.tenant].items():
+            if _contains(scope, leaf):
+                account.add(counted)
         return account
 
-    def _known_accounts(self, scopes: Scopes) -> Iterable[Account]:
-        """The accounts of a request's scopes that exist; makes none, because a caller may name an alias that is none."""
+    def _leaf(self, scope: Scope) -> Account:
+        leaves = self._leaves[scope.tenant]
+        account = leaves.get(scope)
+        if account is None:
+            account = leaves[scope] = Account(scope)
+        return account
+
+    def _limited_among(self, scopes: Scopes) -> Iterable[Account]:
+        """The accounts that may refuse a request, widest first; makes none, because a caller may name an alias that is none."""
         leaf = scopes[-1]
-        known = self._accounts_by_leaf.get((leaf.tenant, leaf.application, leaf.key, leaf.alias))
+        known = self._paths.get((leaf.tenant, leaf.application, leaf.key, leaf.alias))
         if known is not None:
             return known
-        return [account for scope in scopes if (account := self._accounts.get(scope)) is not None]
+        return [account for scope in scopes if (account := self._limited.get(scope)) is not None]
 
-    def _accounts_in(self, scopes: Scopes) -> tuple[Account, ...]:
-        """The accounts of a request's scopes, remembered by the narrowest one: accounts are never removed."""
+    def _path(self, scopes: Scopes) -> tuple[Account, ...]:
+        """The accounts that a request counts in: those with limits, widest first, and its leaf."""
         leaf = scopes[-1]
         key = (leaf.tenant, leaf.application, leaf.key, leaf.alias)
-        accounts = self._accounts_by_leaf.get(key)
-        if accounts is None:
-            accounts = self._accounts_by_leaf[key] = tuple(self._account(scope) for scope in scopes)
-        return accounts
+        path = self._paths.get(key)
+        if path is None:
+            wider = [account for scope in scopes[:-1] if (account := self._limited.get(scope)) is not None]
+            path = self._paths[key] = (*wider, self._leaf(leaf))
+        return path
+
+    def _calendar(self, tenant: str) -> Calendar:
+        calendar = self._calendars.get(tenant)
+        if calendar is None:
+            calendar = self._calendars[tenant] = Calendar(self._zones.get(tenant, Zones()))
+        return calendar
 
     # ── recovery ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def restore_balance(self, leaf: Scope, window: str, microusd: MicroDollars, tokens: Tokens) -> None:
-        """Add a leaf's stored balance to each scope that contains it. leaf: a scope with all four fields set."""
-        for scope in _scopes_of_leaf(leaf):
-            balance = self._account(scope).balance(window)
-            balance.spent_microusd += microusd
-            balance.spent_tokens += tokens
+        """Count a leaf's stored balance in. leaf: a scope with all four fields set."""
+        self._calendar(leaf.tenant).remember(window)
+        for account in self._path(_scopes_of_leaf(leaf)):
+            account.spend(window, microusd, tokens)
 
     def restore_take(self, tenant: str, take: BucketTake, at_ns: Nanos) -> None:
         """Replay a recent take, net of what its settlement returned, in order of time; unlimited scopes are skipped."""
-        account = self._accounts.get(Scope(tenant, take.application, take.key, take.alias))
+        account = self._limited.get(Scope(tenant, take.application, take.key, take.alias))
         bucket = account.buckets.get(take.limit) if account else None
         if bucket is not None:
             bucket.take(object(), take.units, at_ns)
@@ -166,59 +154,50 @@ class Book:
 
     # ── the one step of admission ────────────────────────────────────────────────────────────────────────────────────
 
-    def check(self, scopes: Scopes, worst: Worst, now_ns: Nanos) -> errors.WeirError | None:
+    def check(self, scopes: Scopes, worst: Worst, now: Moment) -> errors.WeirError | None:
         """The first limit that refuses this request, widest scope first, or None. Changes nothing."""
-        for account in self._known_accounts(scopes):
-            if account.is_limited and (refusal := _refusal_of(account, worst, now_ns)) is not None:
-                return refusal
+        for account in self._limited_among(scopes):
+            if account.is_limited:
+                refusal = account.refusal(worst, self._calendar(scopes[-1].tenant), now)
+                if refusal is not None:
+                    return refusal
         return None
 
-    def take(self, hold: Hashable, scopes: Scopes, worst: Worst, now_ns: Nanos) -> Taken:
+    def take(self, hold: Hashable, scopes: Scopes, worst: Worst, now: Moment) -> Taken:
         """Hold the worst case in every account. The caller asked `check` in the same step."""
         assert hold not in self._holds
-        accounts = self._accounts_in(scopes)
-        windows = (WindowTake(LIFETIME_WINDOW, worst.cost_microusd, worst.tokens),)
+        windows = self.windows_of(scopes[-1].tenant, now)
         takes: list[BucketTake] = []
-        for account in accounts:
-            account.in_flight += 1
-            for window in windows:
-                balance = account.balance(window.window)
-                balance.held_microusd += window.microusd
-                balance.held_tokens += window.tokens
+        tokens = worst.tokens
+        for account in self._path(scopes):
+            account.hold(windows, worst.cost_microusd, tokens)
             for name, bucket in account.buckets.items():
-                units = 1 if name == "requests_per_minute" else worst.tokens
-                bucket.take(hold, units, now_ns)
+                units = 1 if name == REQUESTS_PER_MINUTE else tokens
+                bucket.take(hold, units, now.monotonic_ns)
                 takes.append(_bucket_take(account.scope, name, units))
-        self._holds[hold] = _OpenHold(accounts, worst, windows)
+        self._holds[hold] = _OpenHold(scopes, worst, windows)
         return Taken(windows, tuple(takes))
 
     def end(self, hold: Hashable, charge: Charge, now_ns: Nanos) -> tuple[BucketTake, ...]:
         """Post a charge and give the rest back; a release is a charge of nothing. Returns what buckets got back."""
         opened = self._holds.pop(hold)
-        assert charge.cost_microusd <= opened.worst.cost_microusd and charge.tenant_tokens <= opened.worst.tokens
+        tokens = charge.tenant_tokens
+        assert charge.cost_microusd <= opened.worst.cost_microusd and tokens <= opened.worst.tokens
         returns: list[BucketTake] = []
-        for account in opened.accounts:
-            account.in_flight -= 1
-            for window in opened.windows:
-                balance = account.balance(window.window)
-                balance.held_microusd -= window.microusd
-                balance.held_tokens -= window.tokens
-                balance.spent_microusd += charge.cost_microusd
-                balance.spent_tokens += charge.tenant_tokens
+        for account in self._path(opened.scopes):
+            account.end(opened.windows, opened.worst, charge.cost_microusd, tokens)
             for name, bucket in account.buckets.items():
-                used = 1 if name == "requests_per_minute" else charge.tenant_tokens
+                used = 1 if name == REQUESTS_PER_MINUTE else tokens
                 if returned := bucket.settle(hold, used, now_ns):
                     returns.append(_bucket_take(account.scope, name, returned))
         return tuple(returns)
 
-    def forgive(self, scopes: Scopes, microusd: MicroDollars, tokens: Tokens) -> None:
+    def forgive(self, scopes: Scopes, windows: tuple[str, ...], microusd: MicroDollars, tokens: Tokens) -> None:
         """Take a posted charge back whose record never became durable. Buckets keep what they gave back."""
-        for scope in scopes:
-            balance = self._accounts[scope].balance(LIFETIME_WINDOW)
-            balance.spent_microusd -= microusd
-            balance.spent_tokens -= tokens
-            assert balance.spent_microusd >= 0
-            assert balance.spent_tokens >= 0
+        for account in self._path(scopes):
+            for window in windows:
+                if window in account.windows:  # one that is over may be forgotten
+                    account.spend(window, -microusd, -tokens)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -229,30 +208,45 @@ class Book:
 
     def open_holds_of(self, tenant: str) -> int:
         """Number of a tenant's holds that have not ended."""
-        account = self._accounts.get(Scope(tenant))
-        return account.in_flight if account else 0
+        return sum(leaf.in_flight for leaf in self._leaves_of(tenant))
+
+    def _leaves_of(self, tenant: str) -> Iterable[Account]:
+        return self._leaves[tenant].values() if tenant in self._leaves else ()
+
+    def windows_of(self, tenant: str, now: Moment) -> tuple[str, ...]:
+        """The budget windows that a tenant's holds count in now: day, month, lifetime."""
+        return self._calendar(tenant).windows(now.wall_ms)
 
     def standing(self, scopes: Scopes, now_ns: Nanos) -> Standing:
         """The tightest per-minute limits of these scopes: those with the least remaining."""
-        accounts = [account for account in self._known_accounts(scopes) if account.buckets]
-        return Standing(*(_tightest(accounts, name, now_ns) for name in _MINUTE_LIMITS))
+        accounts = [account for account in self._limited_among(scopes) if account.buckets]
+        return Standing(*(_tightest(accounts, name, now_ns) for name in (REQUESTS_PER_MINUTE, TOKENS_PER_MINUTE)))
 
-    def accounts_of(self, tenant: str, now_ns: Nanos) -> list[dict[str, Any]]:
+    def accounts_of(self, tenant: str, now: Moment) -> list[dict[str, Any]]:
         """A tenant's limited accounts as the management API shows them: one row per scope and limit."""
-        rows: list[dict[str, Any]] = []
-        for scope, account in self._accounts.items():
-            if scope.tenant == tenant:
-                rows += _account_rows(scope, account, now_ns)
-        return rows
+        calendar = self._calendar(tenant)
+        accounts = [account for scope, account in self._limited.items() if scope.tenant == tenant]
+        return [row for account in accounts for row in _account_rows(account, calendar, now)]
 
     def balance_of(self, scope: Scope, window: str = LIFETIME_WINDOW) -> Balance:
-        """A copy of one balance, zero if the scope was never used."""
-        account = self._accounts.get(scope)
-        found = account.windows.get(window) if account else None
-        return replace(found) if found else Balance()
+        """One balance, summed over the leaves of a scope; zero if it was never used."""
+        total = Balance()
+        for leaf in self._leaves_of(scope.tenant):
+            if _contains(scope, leaf.scope):
+                total.add(leaf.balance(window))
+        return total
 
 
-def _scopes_of_leaf(leaf: Scope) -> Iterable[Scope]:
+def _is_leaf(scope: Scope) -> bool:
+    return scope.application is not None and scope.key is not None and scope.alias is not None
+
+
+def _contains(scope: Scope, leaf: Scope) -> bool:
+    """Whether a leaf of the same tenant lies in a scope."""
+    return scope.application in (None, leaf.application) and scope.key in (None, leaf.key) and scope.alias in (None, leaf.alias)
+
+
+def _scopes_of_leaf(leaf: Scope) -> Scopes:
     assert leaf.application is not None and leaf.key is not None and leaf.alias is not None
     return scopes_of(leaf.tenant, leaf.application, leaf.key, leaf.alias)
 
@@ -262,111 +256,41 @@ def _bucket_take(scope: Scope, limit: str, units: int) -> BucketTake:
 
 
 def _tightest(accounts: Iterable[Account], name: str, now_ns: Nanos) -> LimitStanding:
-    found = [(bucket.remaining(now_ns), bucket.rate, bucket) for account in accounts if (bucket := account.buckets.get(name))]
-    if not found:
-        return LimitStanding()
-    remaining, rate, bucket = min(found, key=lambda entry: entry[:2])
-    return LimitStanding(rate, remaining, ceil_ms_from_ns(bucket.full_again_ns(now_ns)))
-
-
-def _refusal_of(account: Account, worst: Worst, now_ns: Nanos) -> errors.WeirError | None:
-    """The first limit of one scope that refuses: requests, tokens, concurrency, spend."""
-    scope = account.scope
-    for name, error, units in (
-        ("requests_per_minute", errors.RequestsLimited, 1),
-        ("tokens_per_minute", errors.TokensLimited, worst.tokens),
-    ):
-        bucket = account.buckets.get(name)
-        if bucket is not None and (refusal := _bucket_refusal(scope, name, bucket, error, units, now_ns)):
-            return refusal
-    return _concurrency_refusal(scope, account) or _spend_refusal(scope, account, worst)
-
-
-def _bucket_refusal(
-    scope: Scope, name: str, bucket: Bucket, error: type[errors.WeirError], units: int, now_ns: Nanos
-) -> errors.WeirError | None:
-    wait_ns = bucket.wait_ns(units, now_ns)
-    if wait_ns == 0 and bucket.rate:
-        return None
-    if bucket.rate and wait_ns is None:
-        return _never_fits(name, scope, units, bucket.rate)
-    members = {
-        "scope": scope.public(),
-        "limit": bucket.rate,
-        "used": bucket.used(now_ns),
-        "held": 0,
-        "reset_ms": ceil_ms_from_ns(bucket.full_again_ns(now_ns)),
-    }
-    detail = f"The limit of {bucket.rate} {name.replace('_', ' ')} does not admit {units} more now."
-    if not bucket.rate:
-        return error(detail, members=members, should_retry=False)
-    assert wait_ns is not None
-    return error(detail, members=members, retry_after_ms=ceil_ms_from_ns(wait_ns))
-
-
-def _never_fits(name: str, scope: Scope, needed: int, capacity: int) -> errors.WeirError:
-    return errors.ExceedsLimitCapacity(
-        f"This request needs {needed} of {name}, which allows {capacity} in all.",
-        members={"limit": name, "scope": scope.public(), "needed": needed, "capacity": capacity},
-    )
-
-
-def _concurrency_refusal(scope: Scope, account: Account) -> errors.WeirError | None:
-    limit = account.limits.concurrency
-    if limit is None or account.in_flight < limit:
-        return None
-    return errors.ConcurrencyLimited(
-        f"The limit of {limit} requests in flight is reached.",
-        members={
-            "scope": scope.public(),
-            "limit": limit,
-            "used": account.in_flight,
-            "held": account.in_flight,
-        },
-        retry_after_ms=_CONCURRENCY_RETRY_MS if limit else None,
-        should_retry=None if limit else False,
-    )
-
-
-def _spend_refusal(scope: Scope, account: Account, worst: Worst) -> errors.WeirError | None:
-    limit = account.limits.spend_microusd_lifetime
-    if limit is None:
-        return None
-    balance = account.balance(LIFETIME_WINDOW)
-    if limit and worst.cost_microusd > limit:
-        return _never_fits("spend_microusd_lifetime", scope, worst.cost_microusd, limit)
-    if limit and balance.held_microusd + balance.spent_microusd + worst.cost_microusd <= limit:
-        return None
-    return errors.BudgetExhausted(
-        f"The lifetime budget of {limit} micro-dollars does not cover {worst.cost_microusd} more.",
-        members={
-            "scope": scope.public(),
-            "limit": limit,
-            "used": balance.spent_microusd,
-            "held": balance.held_microusd,
-        },
-    )
-
-
-def _account_rows(scope: Scope, account: Account, now_ns: Nanos) -> Iterable[dict[str, Any]]:
-    """One row per limit in force: scope, limit, value, held, spent, resets_at."""
-    for name in _MINUTE_LIMITS:
+    tightest: Bucket | None = None
+    remaining = 0
+    for account in accounts:
         if (bucket := account.buckets.get(name)) is not None:
-            yield _row(scope, name, bucket.rate, 0, bucket.used(now_ns))
+            left = bucket.remaining(now_ns)
+            if tightest is None or (left, bucket.rate) < (remaining, tightest.rate):
+                tightest, remaining = bucket, left
+    if tightest is None:
+        return LimitStanding()
+    return LimitStanding(tightest.rate, remaining, ceil_ms_from_ns(tightest.full_again_ns(now_ns)))
+
+
+def _account_rows(account: Account, calendar: Calendar, now: Moment) -> Iterable[dict[str, Any]]:
+    """One row per limit in force: scope, limit, value, held, spent, resets_at_ms (wall clock, None without one)."""
+    scope = account.scope
+    for name in MINUTE_LIMITS:
+        if (bucket := account.buckets.get(name)) is not None:
+            full_ms = now.wall_ms + ceil_ms_from_ns(bucket.full_again_ns(now.monotonic_ns))
+            yield _row(scope, name, bucket.rate, (0, bucket.used(now.monotonic_ns)), full_ms)
     if account.limits.concurrency is not None:
-        yield _row(scope, "concurrency", account.limits.concurrency, account.in_flight, 0)
-    if account.limits.spend_microusd_lifetime is not None:
-        balance = account.balance(LIFETIME_WINDOW)
-        name = "spend_microusd_lifetime"
-        yield _row(scope, name, account.limits.spend_microusd_lifetime, balance.held_microusd, balance.spent_microusd)
+        yield _row(scope, "concurrency", account.limits.concurrency, (account.in_flight, 0), None)
+    for budget in BUDGETS:
+        limit = getattr(account.limits, budget.name)
+        if limit is not None:
+            counted = budget.counted(account.balance(calendar.window(budget.kind, now.wall_ms)))
+            yield _row(scope, budget.name, limit, counted, calendar.ends_ms(budget.kind, now.wall_ms))
 
 
-def _row(scope: Scope, name: str, limit: int, held: int, spent: int) -> dict[str, Any]:
+def _row(scope: Scope, name: str, limit: int, counted: tuple[int, int], resets_at_ms: Millis | None) -> dict[str, Any]:
+    held, spent = counted
     return {
         "scope": scope.public(),
         "limit_name": name,
         "limit": limit,
         "held": held,
         "spent": spent,
-        "resets_at": None,
+        "resets_at_ms": resets_at_ms,
     }

@@ -14,8 +14,6 @@ from weir.core.metering import Basis, InputBasis
 from weir.core.tenancy import ServiceClass
 from weir.units import MicroDollars, Millis, Tokens
 
-LIFETIME_WINDOW = "lifetime"
-
 
 class ExecutionId(msgspec.Struct, frozen=True, order=True):
     """Names one run of a request id. execution: int ≥ 1; a re-run after an ending that delivered and cost nothing is 2."""
@@ -35,16 +33,8 @@ class BucketTake(msgspec.Struct, frozen=True):
     units: int
 
 
-class WindowTake(msgspec.Struct, frozen=True):
-    """Micro-dollars and tokens held in one budget window; posted or given back by the settlement."""
-
-    window: str
-    microusd: MicroDollars
-    tokens: Tokens
-
-
 class HoldRecord(msgspec.Struct, frozen=True, tag="hold"):
-    """An admitted request and everything that was taken for it."""
+    """An admitted request and everything that was taken for it. windows: the budget windows that its amounts are held in."""
 
     seq: int
     at_ms: Millis  # wall clock
@@ -66,7 +56,7 @@ class HoldRecord(msgspec.Struct, frozen=True, tag="hold"):
     choices: int
     price_version: int
     held_microusd: MicroDollars
-    windows: tuple[WindowTake, ...]
+    windows: tuple[str, ...]
     takes: tuple[BucketTake, ...]
     deadline_at_ms: Millis  # wall clock
     gateway_session: str

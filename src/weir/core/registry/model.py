@@ -43,6 +43,14 @@ class Revision:
 
 
 @dataclass(frozen=True, slots=True)
+class RevisionPrice:
+    """One entry of the price schedule. It is never changed or removed: a new price is a new version."""
+
+    revision: str
+    price: Price
+
+
+@dataclass(frozen=True, slots=True)
 class Pool:
     """The replicas that serve one revision.
 

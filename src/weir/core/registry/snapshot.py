@@ -9,13 +9,18 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from weir import errors
+from weir.core.metering import Price
 from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES, Alias, Pool, Revision, WorkloadClass
 from weir.core.tenancy import ApiKey, Application, Limits, Principal, Scope, Tenant, digest_of_key
+from weir.core.windows import Zones
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """version: int, rises with every change. Applications are keyed by (tenant, name), keys by the SHA-256 of the secret."""
+    """version: int, rises with every change. Applications are keyed by (tenant, name), keys by the SHA-256 of the secret.
+
+    prices: the whole schedule, by (revision, version).
+    """
 
     version: int = 0
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
@@ -25,12 +30,13 @@ class Snapshot:
     revisions: Mapping[str, Revision] = field(default_factory=dict)
     pools: Mapping[str, Pool] = field(default_factory=dict)
     limits: Mapping[Scope, Limits] = field(default_factory=dict)
+    prices: Mapping[tuple[str, int], Price] = field(default_factory=dict)
     workload_classes: tuple[WorkloadClass, ...] = DEFAULT_WORKLOAD_CLASSES
     revoked_keys: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "revoked_keys", frozenset(key.id for key in self.keys.values() if key.revoked))
-        for name in ("tenants", "applications", "keys", "aliases", "revisions", "pools", "limits"):
+        for name in ("tenants", "applications", "keys", "aliases", "revisions", "pools", "limits", "prices"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def authenticate(self, presented: str) -> Principal:
@@ -54,6 +60,14 @@ class Snapshot:
     def is_revoked(self, tenant: str, application: str, key: str) -> bool:
         """Whether running work of this identity must be cancelled."""
         return key in self.revoked_keys or self.applications[tenant, application].revoked or self.tenants[tenant].revoked
+
+    def zones(self) -> dict[str, Zones]:
+        """The time zones of each tenant's budget windows."""
+        return {name: tenant.zones for name, tenant in self.tenants.items()}
+
+    def price_of(self, revision: str, version: int) -> Price:
+        """A version of a revision's price schedule; what a hold pinned is never removed. Raises KeyError."""
+        return self.prices[revision, version]
 
     def resolve(self, principal: Principal, alias_name: str) -> tuple[Alias, Revision]:
         """What an alias means for this caller. Raises UnknownAlias, also for an alias that it may not use."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from weir.core.routing.replica import Replica
 
 
-def place(replicas: Iterable[Replica]) -> Replica | None:
-    """The ready replica with the smallest share of its lanes taken, or None when none has a free lane."""
-    with_room = (replica for replica in replicas if replica.free > 0)
+def place(replicas: Iterable[Replica], avoid: str | None = None) -> Replica | None:
+    """The ready replica with the smallest share of its lanes taken, or None when none has a free lane. avoid: not this one."""
+    with_room = (replica for replica in replicas if replica.free > 0 and replica.name != avoid)
     return min(with_room, key=lambda replica: (replica.running / replica.limits.concurrency, replica.name), default=None)

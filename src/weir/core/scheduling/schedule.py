@@ -4,13 +4,13 @@ Late binding: a request gets a replica only when that replica has a free lane. T
 asks again, so a decision never rests on capacity that an earlier one used.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic
 
 from weir.core.routing.placement import place
 from weir.core.routing.replica import Replica
-from weir.core.scheduling.queues import DomainQueue, Key
+from weir.core.scheduling.queues import DomainQueue, Key, Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +18,17 @@ class Start(Generic[Key]):
     """Dispatch this entry on this replica."""
 
     domain: str
-    tenant: str
-    key: Key
+    waiting: Waiting[Key]
     replica: Replica
 
 
-def next_start(domains: Mapping[str, DomainQueue[Key]], replicas: Mapping[str, Iterable[Replica]]) -> Start[Key] | None:
-    """The next dispatch, or None when nothing waits that could start. domains and replicas are keyed by pool."""
+def next_start(domains: Mapping[str, DomainQueue[Key]], replicas: Mapping[str, Collection[Replica]]) -> Start[Key] | None:
+    """The next dispatch, or None when nothing waits that could start. domains and replicas are keyed by pool.
+
+    An entry that must avoid the only replica with a free lane lets others pass: it could not have used that lane.
+    """
     for domain, queue in domains.items():
-        head = queue.head()
-        if head is not None and (replica := place(replicas.get(domain, ()))) is not None:
-            return Start(domain, head[0], head[1], replica)
+        for waiting in queue.candidates():
+            if (replica := place(replicas.get(domain, ()), waiting.avoid)) is not None:
+                return Start(domain, waiting, replica)
     return None

@@ -1,0 +1,331 @@
+"""What the ledger costs: lifecycles a second, CPU of each, and what it adds to the first token. Run by `make bench-ledger`.
+
+A lifecycle is what one request asks of the ledger: a checked hold in the book, its record and the dispatch step, and, once that
+is durable, the settlement. Beside both stores stand the same calls without a ledger (the harness, which is subtracted) and the
+naive way: each request writes transactions of its own. SQLite and PostgreSQL write to the disk for good (fsync on).
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from tests.postgres_server import PostgresServer
+
+from benchmarks.measures import DELAYS, take
+from benchmarks.programs import ROOT, build, run_engine, run_weir
+from weir.clock import SystemClock
+from weir.coordinator.journal import Journal
+from weir.core.endings import FinishReason, Status
+from weir.core.ledger.book import Book, Taken
+from weir.core.ledger.records import ExecutionId, HoldRecord, SettleRecord, StepRecord, Timing
+from weir.core.metering import Basis, Charge, InputBasis, Price, Worst, worst_case
+from weir.core.tenancy import Limits, Scope, ServiceClass, scopes_of
+from weir.ports import LedgerStore
+from weir.storage.database import open_sqlite
+from weir.storage.memory import MemoryLedger
+from weir.storage.postgres_ledger import PostgresLedger
+from weir.units import Moment
+
+REPEATS = 3
+AT_ONCE, NAIVE_AT_ONCE = 500, 32
+CLOSED_S, OPEN_S = 3.0, 3.0
+OPEN_PER_S = 1_000
+PRICE = Price(1, 200_000, 50_000, 600_000)
+SCOPES = [scopes_of(f"tenant-{n % 10}", "app", f"key-{n}", "assistant") for n in range(50)]
+LIMITS = {
+    Scope(f"tenant-{n}"): Limits(10**9, 10**12, 10**6, spend_microusd_per_month=10**15, spend_microusd_lifetime=10**15)
+    for n in range(10)
+}
+CHARGE = Charge(100, 0, 60, 56, 0, False)
+Lifecycle = Callable[[int], Coroutine[Any, Any, None]]
+
+
+@dataclass
+class Ledgered:
+    """A request's calls of the ledger, as the coordinator makes them."""
+
+    store: LedgerStore
+    clock: SystemClock = field(default_factory=SystemClock)
+    book: Book = field(default_factory=Book)
+
+    async def start(self) -> None:
+        """Become the writer."""
+        recovery = await self.store.open_epoch(0)
+        self.epoch = recovery.epoch
+        self.journal = Journal(self.store, self.clock, recovery.epoch, recovery.next_seq)
+        self.book.configure(LIMITS, {}, self.clock.monotonic_ns())
+        self.loop = asyncio.get_running_loop()
+
+    def hold(self, number: int) -> tuple[HoldRecord, StepRecord]:
+        """Check, take, and the two records of an admitted and dispatched request."""
+        scopes = SCOPES[number % len(SCOPES)]
+        now = Moment(self.clock.monotonic_ns(), self.clock.wall_ms())
+        worst = worst_case(PRICE, 100, 200, 1)
+        assert self.book.check(scopes, worst, now) is None
+        named = ExecutionId(scopes[0].tenant, f"{self.epoch}-{number}", 1)
+        taken = self.book.take(named, scopes, worst, now)
+        return hold_record(self.journal.next_seq(), named, scopes[-1], worst, taken, now), step_record(
+            self.journal.next_seq(), named
+        )
+
+    def settle(self, named: ExecutionId) -> SettleRecord:
+        """End the hold, and the record of it."""
+        returns = self.book.end(named, CHARGE, self.clock.monotonic_ns())
+        return settle_record(self.journal.next_seq(), named, returns, self.clock.wall_ms())
+
+    async def grouped(self, number: int) -> None:
+        """One lifecycle through the journal."""
+        hold, step = self.hold(number)
+        durable = self.loop.create_future()
+        self.journal.append(hold)
+        self.journal.append(step, lambda: durable.set_result(None))
+        await durable
+        ended = self.loop.create_future()
+        self.journal.append(self.settle(hold.id), lambda: ended.set_result(None))
+        await ended
+
+    async def naive(self, number: int) -> None:
+        """One lifecycle with two transactions of its own."""
+        await self.store.write(self.epoch, self.hold(number))
+        named = ExecutionId(SCOPES[number % len(SCOPES)][0].tenant, f"{self.epoch}-{number}", 1)
+        await self.store.write(self.epoch, (self.settle(named),))
+
+
+async def harness(_: int) -> None:
+    """What the benchmark itself does: two waits on a loop."""
+    for _ in range(2):
+        done = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(done.set_result, None)
+        await done
+
+
+def hold_record(seq: int, named: ExecutionId, leaf: Scope, worst: Worst, taken: Taken, now: Moment) -> HoldRecord:
+    """A short request's hold."""
+    assert leaf.application and leaf.key and leaf.alias
+    return HoldRecord(
+        seq=seq,
+        at_ms=now.wall_ms,
+        id=named,
+        generation_id=f"gen-{named.request_id}",
+        body_digest=b"0123456789abcdef0123456789abcdef",
+        application=leaf.application,
+        key=leaf.key,
+        alias=leaf.alias,
+        revision="revision",
+        pool="pool",
+        service_class=ServiceClass.INTERACTIVE,
+        workload_class="short",
+        surface="native",
+        stream=True,
+        input_tokens=100,
+        input_basis=InputBasis.EXACT,
+        max_output_tokens=200,
+        choices=1,
+        price_version=1,
+        held_microusd=worst.cost_microusd,
+        windows=taken.windows,
+        takes=taken.takes,
+        deadline_at_ms=now.wall_ms + 60_000,
+        gateway_session="gateway",
+    )
+
+
+def step_record(seq: int, named: ExecutionId) -> StepRecord:
+    """Its dispatch."""
+    return StepRecord(seq, named, 1, "replica", 200)
+
+
+def settle_record(seq: int, named: ExecutionId, returns: Any, at_ms: int) -> SettleRecord:
+    """Its end."""
+    return SettleRecord(
+        seq=seq,
+        at_ms=at_ms,
+        id=named,
+        attempt=1,
+        replica="replica",
+        status=Status.COMPLETED,
+        finish_reason=FinishReason.STOP,
+        basis=Basis.ENGINE,
+        input_tokens=100,
+        cached_input_tokens=0,
+        output_tokens=60,
+        delivered_tokens=60,
+        tenant_input_tokens=100,
+        tenant_cached_input_tokens=0,
+        tenant_output_tokens=60,
+        cost_microusd=56,
+        platform_microusd=0,
+        returns=returns,
+        timing=Timing(1.0, 30.0, 10.0, 700.0),
+    )
+
+
+# ── measures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def closed(lifecycle: Lifecycle, at_once: int) -> float:
+    """Lifecycles a second, so many at once."""
+    numbers, end = iter(range(10**9)), time.monotonic() + CLOSED_S
+    done = 0
+
+    async def worker() -> None:
+        nonlocal done
+        while time.monotonic() < end:
+            await lifecycle(next(numbers))
+            done += 1
+
+    began = time.monotonic()
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(at_once):
+            tasks.create_task(worker())
+    return done / (time.monotonic() - began)
+
+
+async def opened(lifecycle: Lifecycle) -> float:
+    """CPU µs of this process per lifecycle at a steady rate, every thread counted."""
+    began, used_ns = time.monotonic(), time.process_time_ns()
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(int(OPEN_S * OPEN_PER_S)):
+            tasks.create_task(lifecycle(number))
+            if (ahead_s := began + (number + 1) / OPEN_PER_S - time.monotonic()) > 0:
+                await asyncio.sleep(ahead_s)
+    return (time.process_time_ns() - used_ns) / 1e3 / (OPEN_S * OPEN_PER_S)
+
+
+@asynccontextmanager
+async def running(store: LedgerStore) -> AsyncIterator[Ledgered]:
+    """A ledger with its journal."""
+    ledgered = Ledgered(store)
+    await ledgered.start()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(ledgered.journal.run())
+        yield ledgered
+        ledgered.journal.close()
+    assert ledgered.book.open_holds == 0
+    assert (await store.verify()).is_clean
+    await store.aclose()
+
+
+Opening = Callable[[], AbstractAsyncContextManager[Ledgered]]
+
+
+async def figures_of(opening: Opening, harness_us: float) -> dict[str, float]:
+    """One round of a store: grouped and naive."""
+    async with opening() as ledgered:
+        per_second = await closed(ledgered.grouped, AT_ONCE)
+    async with opening() as ledgered:
+        cpu_us = await opened(ledgered.grouped) - harness_us
+    async with opening() as ledgered:
+        naive_per_second = await closed(ledgered.naive, NAIVE_AT_ONCE)
+    return {"per_second": per_second, "cpu_us": cpu_us, "naive_per_second": naive_per_second}
+
+
+async def costs(server: PostgresServer, folder: Path) -> dict[str, list[dict[str, float]]]:
+    """Every store's figures, a fresh database each time."""
+    numbers = iter(range(10**9))
+
+    def sqlite() -> AbstractAsyncContextManager[Ledgered]:
+        return running(open_sqlite(folder / f"{next(numbers)}.sqlite3")[0])
+
+    def postgres() -> AbstractAsyncContextManager[Ledgered]:
+        return running(PostgresLedger(server.migrated_database()))
+
+    def memory() -> AbstractAsyncContextManager[Ledgered]:
+        return running(MemoryLedger())
+
+    found: dict[str, list[dict[str, float]]] = {"SQLite": [], "PostgreSQL": [], "book and journal alone": []}
+    for _ in range(REPEATS):
+        harness_us = await opened(harness)
+        for name, opening in (("SQLite", sqlite), ("PostgreSQL", postgres), ("book and journal alone", memory)):
+            gc.collect()
+            found[name].append(await figures_of(opening, harness_us))
+    return found
+
+
+def delays(server: PostgresServer) -> dict[str, dict[str, list[float]]]:
+    """First-token p50 of the whole cell in ms: by measure, without a durable ledger and with each."""
+    weir, off = [str(ROOT / ".venv" / "bin" / "weir")], [sys.executable, "-m", "benchmarks.unledgered"]
+    in_postgres = ["--database", server.create_database(keep=True)]
+    rows: dict[str, tuple[list[str], list[str]]] = {"off": (off, []), "SQLite": (weir, []), "PostgreSQL": (weir, in_postgres)}
+    found: dict[str, dict[str, list[float]]] = {measure.name: {} for measure in DELAYS}
+    with run_engine() as engine:
+        for row, (command, arguments) in rows.items():
+            with run_weir(command, engine.port, *arguments) as gateway:
+                for measure in DELAYS:
+                    figures = [take(measure, gateway, engine.port) for _ in range(REPEATS)]
+                    found[measure.name][row] = [figure["first_p50_ms"] for figure in figures]
+    return found
+
+
+# ── the table ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def cost_table(found: dict[str, list[dict[str, float]]]) -> Table:
+    """Median and best of the rounds."""
+    table = Table(title=f"What the ledger costs: median (best of {REPEATS})")
+    for title in ("store", "lifecycles/s", f"CPU µs each at {OPEN_PER_S:,}/s", "naive: lifecycles/s"):
+        table.add_column(title, justify="left" if title == "store" else "right")
+    for name, rounds in found.items():
+        rates = [_shown([figures[key] for figures in rounds], max) for key in ("per_second", "naive_per_second")]
+        table.add_row(name, rates[0], _shown([figures["cpu_us"] for figures in rounds], min), rates[1])
+    return table
+
+
+def _shown(values: list[float], best: Callable[[list[float]], float]) -> str:
+    return f"{median(values):,.0f} ({best(values):,.0f})"
+
+
+def delay_table(found: dict[str, dict[str, list[float]]]) -> Table:
+    """What a durable ledger adds to the first token's median."""
+    table = Table(title="First token p50 of the whole cell, ms")
+    for title in ("load", "ledger in memory", "SQLite", "PostgreSQL"):
+        table.add_column(title)
+    for measure in DELAYS:
+        medians = {row: median(values) for row, values in found[measure.name].items()}
+        added = [f"{medians[row]:.2f} ({medians[row] - medians['off']:+.2f})" for row in ("SQLite", "PostgreSQL")]
+        table.add_row(measure.title, f"{medians['off']:.2f}", *added)
+    return table
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print, keep; the exit status."""
+    parser = argparse.ArgumentParser(prog="bench-ledger", description="The cost of the ledger, side by side.")
+    parser.add_argument("--only", choices=["costs", "delays"])
+    only = parser.parse_args(arguments).only
+    console = Console(width=128)
+    kept: dict[str, Any] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="weir-bench-")))
+        server = PostgresServer(fsync="on")
+        stack.callback(server.remove)
+        server.start()
+        if only != "delays":
+            kept["costs"] = asyncio.run(costs(server, folder))
+            console.print(cost_table(kept["costs"]))
+        if only != "costs":
+            build()
+            kept["delays"] = delays(server)
+            console.print(delay_table(kept["delays"]))
+    results = ROOT / "bench-results"
+    results.mkdir(exist_ok=True)
+    path = results / f"ledger-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
+    path.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    console.print(f"kept in {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,104 @@
+"""The management API's reports: usage, accounts, single generations, replicas, pools and the audit trail.
+
+Every route reads and none changes anything. Reports hold figures and names, never what was asked or answered.
+"""
+
+import asyncio
+from typing import Annotated
+
+from fastapi import Header, Query, Response
+from fastapi.responses import JSONResponse
+
+from weir import errors
+from weir.api.admin_auth import Viewer
+from weir.api.admin_bodies import AuditQuery, TenantQuery, UsageParameters, parse_time
+from weir.api.admin_parts import Parts, admin_router
+from weir.api.admin_tables import CSV_TYPE, PARQUET_TYPE, USAGE_FORMATS, as_csv, as_parquet, format_of
+from weir.api.admin_views import (
+    AccountView,
+    AuditList,
+    GenerationView,
+    LedgerView,
+    PoolList,
+    ReplicaList,
+    UsageReport,
+    UsageRowView,
+    audit_view,
+    generation_view,
+    shown,
+)
+from weir.control.catalog_lookup import require_tenant
+from weir.ports import USAGE_GROUPS, UsageQuery
+
+router = admin_router()
+
+
+@router.get(
+    "/usage",
+    response_model=UsageReport,
+    responses={200: {"content": {CSV_TYPE: {}, PARQUET_TYPE: {}}, "description": "JSON, or a table as a file"}},
+)
+async def get_usage(
+    query: Annotated[UsageParameters, Query()], caller: Viewer, parts: Parts, accept: Annotated[str, Header()] = ""
+) -> Response:
+    """Sums over usage rows, by the columns of `group_by` (separated by commas); as JSON, CSV or Parquet."""
+    if query.tenant is not None:
+        require_tenant(caller.catalog, query.tenant)
+    wanted, asked = format_of(query.format, accept), _usage_query(query)
+    rows = await parts.ledger.usage(asked)
+    if wanted == "json":
+        return shown(UsageReport(rows=[UsageRowView.of(row) for row in rows]))
+    kind = USAGE_FORMATS[wanted]
+    content = await asyncio.to_thread(as_csv if wanted == "csv" else as_parquet, asked.group_by, rows)
+    return Response(content, media_type=kind, headers={"content-disposition": f"attachment; filename=usage.{wanted}"})
+
+
+def _usage_query(query: UsageParameters) -> UsageQuery:
+    """The question to the ledger. Raises InvalidRequest for a group, a time, or an empty range."""
+    groups = tuple(query.group_by.split(",")) if query.group_by else ()
+    if not set(groups) <= set(USAGE_GROUPS) or len(set(groups)) < len(groups):
+        members = {"field": "group_by", "accepted": list(USAGE_GROUPS)}
+        raise errors.InvalidRequest("group_by takes each of its columns once.", members=members)
+    from_ms, to_ms = parse_time("from", query.from_), parse_time("to", query.to)
+    if from_ms is not None and to_ms is not None and from_ms >= to_ms:
+        members = {"field": "to", "accepted": "a time after `from`; a date stands for its midnight in UTC"}
+        raise errors.InvalidRequest("The range of time is empty.", members=members)
+    return UsageQuery(query.tenant, from_ms, to_ms, groups)
+
+
+@router.get("/ledger", response_model=LedgerView)
+async def get_ledger(query: Annotated[TenantQuery, Query()], caller: Viewer, parts: Parts) -> JSONResponse:
+    """A tenant's limited accounts and its open holds."""
+    require_tenant(caller.catalog, query.tenant)
+    rows = await parts.cell.accounts(query.tenant)
+    accounts = [AccountView.of(row) for row in rows]
+    return shown(LedgerView(accounts=accounts, open_holds=await parts.cell.open_holds(query.tenant)))
+
+
+@router.get("/generations/{tenant}/{request_id}", response_model=GenerationView)
+async def get_generation(tenant: str, request_id: str, caller: Viewer, parts: Parts) -> JSONResponse:
+    """The latest execution of a tenant's request id; never its text."""
+    require_tenant(caller.catalog, tenant)
+    record = await parts.cell.generation(tenant, request_id)
+    if record is None:
+        raise errors.NotFound(f"Tenant {tenant!r} has no such request.")
+    return shown(generation_view(record))
+
+
+@router.get("/replicas", response_model=ReplicaList)
+async def list_replicas(caller: Viewer, parts: Parts) -> JSONResponse:
+    """Every replica, its state and what it can do."""
+    return shown(ReplicaList.model_validate({"replicas": await parts.cell.replicas()}))
+
+
+@router.get("/pools", response_model=PoolList)
+async def list_pools(caller: Viewer, parts: Parts) -> JSONResponse:
+    """Every pool, its replicas and its queue."""
+    return shown(PoolList.model_validate({"pools": await parts.cell.pools()}))
+
+
+@router.get("/audit", response_model=AuditList)
+async def list_audit(query: Annotated[AuditQuery, Query()], caller: Viewer, parts: Parts) -> JSONResponse:
+    """The newest changes, newest first; `before` continues."""
+    entries = await parts.commands.audit_trail(query.limit, parse_time("before", query.before))
+    return shown(AuditList(entries=[audit_view(entry) for entry in entries]))

@@ -1,0 +1,66 @@
+"""What administrators may set: names, aliases, time zones, limits and prices, each with its accepted form.
+
+Pure. A value that is refused is named with its field and what would be accepted.
+"""
+
+import re
+import zoneinfo
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weir import errors
+from weir.core.tenancy import LIMIT_NAMES
+from weir.units import INT64_MAX
+
+NAME_PATTERN = "[a-z0-9][a-z0-9._-]{0,62}"
+ALIAS_PATTERN = "[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}"
+PRICE_MAX = 1_000_000_000
+"""Micro-dollars per million tokens: a thousand dollars, above which a sum could leave the store's integers."""
+
+
+def check_name(field: str, name: str) -> None:
+    """Raises InvalidRequest unless it is a name of a tenant, an application or an actor."""
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise errors.InvalidRequest(f"{field} is not a valid name.", members={"field": field, "accepted": NAME_PATTERN})
+
+
+def check_time_zone(name: str) -> None:
+    """Raises InvalidRequest unless it is an IANA time zone of this machine."""
+    try:
+        zoneinfo.ZoneInfo(name)
+    except (KeyError, ValueError, OSError) as unknown:  # a directory, a path out of the database, an unknown name
+        accepted = "an IANA time zone, such as Europe/Berlin"
+        members = {"field": "time_zone", "accepted": accepted}
+        raise errors.InvalidRequest("time_zone is not a known time zone.", members=members) from unknown
+
+
+def checked_aliases(aliases: Sequence[str] | None) -> frozenset[str] | None:
+    """The aliases as a set. Raises InvalidRequest where one cannot be an alias."""
+    for alias in aliases or ():
+        if not re.fullmatch(ALIAS_PATTERN, alias):
+            members = {"field": "aliases", "accepted": f"a list of {ALIAS_PATTERN}"}
+            raise errors.InvalidRequest("aliases holds what cannot be an alias.", members=members)
+    return None if aliases is None else frozenset(aliases)
+
+
+def check_prices(amounts: Mapping[str, int]) -> None:
+    """Raises InvalidRequest unless each is an integer 0 … PRICE_MAX."""
+    for name, value in amounts.items():
+        if type(value) is not int or not 0 <= value <= PRICE_MAX:
+            members = {"field": name, "accepted": f"an integer 0 … {PRICE_MAX}"}
+            raise errors.InvalidRequest(f"{name} must be a whole number of micro-dollars per million tokens.", members=members)
+
+
+def checked_limits(changes: Mapping[str, object]) -> dict[str, Any]:
+    """The changes, each None or an int in range. Raises InvalidRequest for an unknown name or another value."""
+    accepted: dict[str, Any] = {}
+    for name, value in changes.items():
+        if name not in LIMIT_NAMES:
+            members = {"field": name, "accepted": list(LIMIT_NAMES)}
+            raise errors.InvalidRequest("There is no such limit.", members=members)
+        if value is None or (type(value) is int and 0 <= value <= INT64_MAX):
+            accepted[name] = value
+        else:
+            members = {"field": name, "accepted": f"an integer 0 … {INT64_MAX}, or null"}
+            raise errors.InvalidRequest(f"{name} must be a whole number that is not negative.", members=members)
+    return accepted

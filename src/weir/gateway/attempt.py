@@ -1,0 +1,70 @@
+"""One attempt as the gateway has it: its grant, the engine's run, its output so far and what it used.
+
+It keeps state and computes figures from it; the relay decides what is handed out and when it ends. A request that is granted
+a second attempt gets a new one: nothing of the first, neither text nor counts nor booked steps, passes over.
+"""
+
+from weir.core.endings import FinishReason
+from weir.core.metering import Basis, InputBasis
+from weir.core.stream import TokenStream
+from weir.gateway.planning import Plan
+from weir.messages import AttemptUsage, Granted
+from weir.ports import EngineEnd, EngineRun
+from weir.units import Nanos, Tokens
+
+
+class Attempt:
+    """granted: None until the coordinator grants it; run: set with it. texts: released before the headers were out.
+
+    counted: the engine counts its tokens on its chunks. held_since_ns: since when output waits for a durable step.
+    """
+
+    def __init__(self, plan: Plan, step_tokens: Tokens) -> None:
+        self._plan = plan
+        self._paused = False
+        self.stream = TokenStream(plan.max_output_tokens, 0, step_tokens)
+        self.granted: Granted | None = None
+        self.run: EngineRun | None = None
+        self.end: EngineEnd | None = None
+        self.counted = False
+        self.detail: str | None = None
+        self.texts: list[str] = []
+        self.held_since_ns: Nanos | None = None
+
+    @property
+    def number(self) -> int:
+        """1 or 2; 0 while it is not granted."""
+        return self.granted.attempt if self.granted is not None else 0
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine is held back."""
+        return self._paused
+
+    def hold_back(self, wanted: bool) -> None:
+        """Pause the engine, or let it go on; idempotent."""
+        if self.run is None or wanted == self._paused:
+            return
+        self._paused = wanted
+        if wanted:
+            self.run.pause()
+        else:
+            self.run.resume()
+
+    def output_tokens(self) -> Tokens:
+        """The engine's own figure where it arrived, else what was counted here."""
+        usage = self.end.usage if self.end else None
+        return usage.output_tokens if usage else self.stream.arrived
+
+    def usage(self, reason: FinishReason) -> AttemptUsage | None:
+        """What it used when it ended for this reason; None if it was never granted."""
+        if self.granted is None:
+            return None
+        measured = self.end.usage if self.end else None
+        if measured is not None:
+            return AttemptUsage(measured.input_tokens, measured.cached_input_tokens, measured.output_tokens, Basis.ENGINE)
+        if reason is FinishReason.ENGINE_REJECTED:
+            return AttemptUsage(0, 0, 0, Basis.ENGINE)
+        exact = self.counted and self._plan.input_basis is InputBasis.EXACT
+        basis = Basis.ENGINE if exact else Basis.ESTIMATED
+        return AttemptUsage(self._plan.input_tokens, 0, self.stream.arrived, basis)

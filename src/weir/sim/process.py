@@ -1,0 +1,117 @@
+"""One process of the simulated cell: everything that a crash takes along, and the ways in which a process goes.
+
+It dies at an instant, or it is superseded and lives on without knowing: then it hears nothing new of the world, its writes are
+refused, and it is buried later. It wires the real parts and changes none of their decisions.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import TYPE_CHECKING, Any
+
+from weir import errors
+from weir.coordinator.coordinator import Coordinator, CoordinatorParts
+from weir.coordinator.execution_table import ExecutionTable
+from weir.coordinator.fleet import Fleet
+from weir.coordinator.recovery import Recovered
+from weir.coordinator.rejections import RejectionCounter
+from weir.core.registry.snapshot import Snapshot
+from weir.gateway.inbox import Inbox
+from weir.gateway.pipeline import Gateway
+from weir.gateway.planning import Planner
+from weir.messages import Register
+from weir.sim.audit import Exchange
+from weir.sim.faults import CellStore
+from weir.sim.random_source import SeededEntropy
+from weir.sim.replicas import PoolPlan, SimSupervisor
+from weir.sim.wiretap import Wire
+from weir.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from weir.sim.world import World
+
+
+class Cell:
+    """One process. is_stale: another became the store's writer. store: as this process reaches it."""
+
+    def __init__(self, world: "World", serial: int, store: CellStore, recovered: Recovered, snapshot: Snapshot) -> None:
+        spec, clock = world.spec, world.clock
+        telemetry = self.telemetry = Telemetry()
+        self.store = store
+        self.book = recovered.book
+        self.journal = recovered.journal
+        self.fleet = Fleet()
+        self.inbox = Inbox()
+        self.engine = world.make_engine(serial)
+        self.conversations: dict[asyncio.Task[None], Exchange] = {}
+        self.services: list[asyncio.Task[None]] = []
+        self.is_stale = False
+        config = spec.coordinator
+        self.executions = ExecutionTable(store, config.remembered_executions, config.request_id_ms, config.store_wait_ms)
+        parts = CoordinatorParts(
+            clock=clock,
+            config=config,
+            fleet=self.fleet,
+            book=recovered.book,
+            journal=recovered.journal,
+            executions=self.executions,
+            rejections=RejectionCounter(store, clock),
+            telemetry=telemetry,
+        )
+        self.coordinator = Coordinator(parts, snapshot)
+        planner = Planner(self.inbox, lambda kind: self.engine, b"digest key", b"salt key")
+        entropy = SeededEntropy(world.seed, f"entropy-{serial}")
+        self.gateway = Gateway(clock, entropy, spec.gateway, self.inbox, planner, telemetry)
+        self.wire = Wire(self.inbox, world.checker.heard)
+        self.wire.link = self.coordinator.connect(Register(f"gateway-{serial}"), self.wire)
+        self.gateway.connect(self.wire, lambda kind: self.engine, config.delivery_step_tokens, config.store_wait_ms)
+        pool = next(iter(snapshot.pools.values()))
+        plan = PoolPlan(pool.name, snapshot.revisions[pool.revision], spec.replicas, spec.concurrency, spec.restart_ms)
+        self.supervisor = SimSupervisor(self.fleet, self.engine, plan, f"c{serial}", world.checker.replica_gone)
+
+    def run_in(self, tasks: asyncio.TaskGroup) -> None:
+        """Start its loops."""
+        loops = (self.coordinator.run(), self.gateway.run(), self.supervisor.run())
+        self.services = [tasks.create_task(self._serve(service)) for service in loops]
+
+    async def _serve(self, service: Coroutine[Any, Any, None]) -> None:
+        """Run a loop; a process that was superseded may end by that alone."""
+        try:
+            await service
+        except BaseExceptionGroup as failure:
+            _, rest = failure.split(errors.StaleEpoch)
+            if not self.is_stale or rest is not None:
+                raise
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is in flight anywhere."""
+        busy = self.conversations or self.gateway.in_flight or self.inbox.open_requests or self.book.open_holds
+        return not (busy or self.journal.backlog or self.fleet.running())
+
+    def die(self) -> None:
+        """Nothing of this process takes effect from this instant on."""
+        self.wire.cut()
+        self.store.cut()
+        for exchange in self.conversations.values():
+            exchange.cut = exchange.is_done = True
+            exchange.client.vanish()
+        for task in (*self.conversations, *self.services):
+            task.cancel()
+
+    def supersede(self) -> None:
+        """Another process is the writer from this instant on; this one goes on as if nothing were."""
+        self.is_stale = True
+        for exchange in self.conversations.values():
+            exchange.cut = True
+
+    async def gone(self) -> None:
+        """Wait until a dead process has ended."""
+        await self.engine.aclose()
+        await wait_for((*self.conversations, *self.services))
+
+
+async def wait_for(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Wait until tasks ended, however."""
+    waiting = list(tasks)
+    if waiting:
+        await asyncio.wait(waiting)
