@@ -72,12 +72,13 @@ $(STAMPS)/models: requirements/models.txt $(STAMPS)/lock
 
 CLUSTERS := /etc/postgresql-common/createcluster.conf
 
-# Tests start servers of their own, so that the package's default cluster is neither made nor started.
+# Tests start servers of their own, so that the package's default cluster is neither made nor started. Without the programs `setup`
+# goes on, and whatever needs them stops here.
 .PHONY: postgres
 postgres:
 	@if ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || command -v postgres >/dev/null; then exit 0; fi; \
 	if [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then \
-	  echo "tests need PostgreSQL; on Debian: sudo apt-get install postgresql"; exit 0; fi; \
+	  echo "tests need PostgreSQL; on Debian: sudo apt-get install postgresql"; exit $(if $(filter setup,$(MAKECMDGOALS)),0,1); fi; \
 	echo "── installing postgresql"; export DEBIAN_FRONTEND=noninteractive; apt-get update -qq; \
 	apt-get install -y -qq --no-install-recommends postgresql-common >/dev/null; \
 	trap 'pg_conftool $(CLUSTERS) remove create_main_cluster' EXIT; pg_conftool $(CLUSTERS) set create_main_cluster false; \
@@ -110,7 +111,7 @@ docs: setup ## Write the generated pages, and follow every link
 ##@ Test
 
 .PHONY: test
-test: check models postgres ## Everything that CI runs
+test: postgres check models ## Everything that CI runs
 	$(call say,links)
 	@$(BIN)/python tools/check_links.py
 	$(call say,tests in parallel; every branch of the core)
@@ -121,11 +122,11 @@ test: check models postgres ## Everything that CI runs
 	@$(PYTEST) -n $(WORKERS) -m "not slow" tests/e2e tests/docs
 
 .PHONY: test-fast
-test-fast: setup postgres ## Without models and whole processes: under two minutes
+test-fast: postgres setup ## Without models and whole processes: under two minutes
 	@$(PYTEST) -n $(WORKERS) --ignore=tests/e2e --ignore=tests/docs -m "$(FAST)" tests
 
 .PHONY: contract
-contract: setup models postgres ## One suite per port, on every implementation
+contract: postgres setup models ## One suite per port, on every implementation
 	@$(PYTEST) -m "not slow" tests/contract
 
 .PHONY: sim
@@ -133,11 +134,11 @@ sim: setup ## The simulated cell; SEED=n repeats one world
 	@WEIR_SEED=$(SEED) $(PYTEST) -m "not slow" tests/simulation
 
 .PHONY: e2e
-e2e: setup models postgres ## Real processes over HTTP
+e2e: postgres setup models ## Real processes over HTTP
 	@$(PYTEST) -m "not slow" tests/e2e
 
 .PHONY: soak
-soak: setup models postgres ## Full sizes: five runs of `make test`, then the long tests
+soak: postgres setup models ## Full sizes: five runs of `make test`, then the long tests
 	@for round in 1 2 3 4 5; do echo "── round $$round of 5"; $(MAKE) test; done
 	$(call say,fresh examples for every property)
 	@WEIR_SOAK=1 $(PYTEST) -n $(WORKERS) tests/property
@@ -147,8 +148,13 @@ soak: setup models postgres ## Full sizes: five runs of `make test`, then the lo
 ##@ Measure
 
 .PHONY: bench
-bench: setup bench-programs ## CPU per request and chunk beside nginx; ARGS="--only weir,chunks" or "--profile"
+bench: $(if $(ARGS),,postgres) setup bench-programs ## CPU per request and chunk beside nginx; ARGS="--only weir,chunks" or "--profile"
 	@PATH="$$PATH:/usr/sbin" $(BIN)/python -m benchmarks.gateway $(ARGS)
+	$(if $(ARGS),,@$(MAKE) bench-ledger)
+
+.PHONY: bench-ledger
+bench-ledger: postgres setup bench-programs ## Lifecycles a second and CPU of both ledgers, and what they add to the first token
+	@$(BIN)/python -m benchmarks.ledger $(ARGS)
 
 .PHONY: bench-demo
 bench-demo: setup models ## TTFT and TPOT of the demo's model at 1, 2 and 3 clients; on idle cores

@@ -2,7 +2,8 @@
 
 A lifecycle is what one request asks of the ledger: a checked hold in the book, its record and the dispatch step, and, once that
 is durable, the settlement. Beside both stores stand the same calls without a ledger (the harness, which is subtracted) and the
-naive way: each request writes transactions of its own. SQLite and PostgreSQL write to the disk for good (fsync on).
+naive way: each request writes transactions of its own. SQLite and PostgreSQL write to the disk for good (fsync on), below the
+repository's build folder: a system's temporary folder may be in memory. The user `postgres` must be able to reach it.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import asyncio
 import gc
 import json
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
@@ -17,7 +19,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -25,7 +26,7 @@ from rich.table import Table
 from tests.postgres_server import PostgresServer
 
 from benchmarks.measures import DELAYS, take
-from benchmarks.programs import ROOT, build, run_engine, run_weir
+from benchmarks.programs import BUILD, ROOT, build, run_engine, run_weir
 from weir.clock import SystemClock
 from weir.coordinator.journal import Journal
 from weir.core.endings import FinishReason, Status
@@ -307,8 +308,10 @@ def main(arguments: Sequence[str]) -> int:
     only = parser.parse_args(arguments).only
     console = Console(width=128)
     kept: dict[str, Any] = {}
+    BUILD.mkdir(parents=True, exist_ok=True)
+    tempfile.tempdir = str(BUILD)  # also of the servers and cells that are started
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="weir-bench-")))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-")))
         server = PostgresServer(fsync="on")
         stack.callback(server.remove)
         server.start()

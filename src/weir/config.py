@@ -1,7 +1,7 @@
 """Configuration: frozen sections, one per consumer, and the only reader of files and environment.
 
 A TOML file (`--config weir.toml`) has one table per section below. An unknown key, a wrong type or a value out of its range
-refuses to start, naming the path and what is accepted. What operators change while it runs (tenants, limits, aliases) is not
+refuses to start, naming the path and what is accepted. What operators change while it runs (tenants, limits, prices) is not
 here.
 """
 
@@ -33,7 +33,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 """Accepted ranges by key; a key ending in _ms takes 1 ms … 1 day, _bytes 1 byte … 64 GiB, others 1 … 2^31."""
 
 _TEXTS = {"api_key_file": "a path", "url": "a PostgreSQL URL"}
-"""What a key that takes text accepts."""
+"""What a key that takes text accepts. Such a value is not quoted: it may hold a password."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def _section(cls: type[Section], table: dict[str, Any], path: str) -> Section:
             raise _refuse(where, f"one of {', '.join(known)}", "is unknown")
         if is_dataclass(types[key]):
             if not isinstance(value, dict):
-                raise _refuse(where, "a table", f"is {value!r}")
+                raise _refuse(where, "a table", "is not one")  # unquoted: an address may hold a password
             values[key] = _section(types[key], value, f"{where}.")
         else:
             values[key] = _value(where, key, types[key], value)
@@ -172,7 +172,7 @@ def _value(where: str, key: str, kind: Any, value: Any) -> Any:
         return value
     if kind == str | None:
         if not isinstance(value, str) or not value:
-            raise _refuse(where, _TEXTS[key], f"is {value!r}")
+            raise _refuse(where, _TEXTS[key], "is not one")
         return value
     low, high = _bounds_of(key)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

@@ -278,12 +278,12 @@ class StoreFault(WeirError):
 
 
 class LedgerUnavailable(StoreFault):
-    """not_written: the store is sure that the write took no effect; else its outcome is unknown."""
+    """not_written: the store is sure that the write took no effect; else its outcome is unknown. Waiting a second helps."""
 
     code, http_status, title = "ledger_unavailable", 503, "The ledger cannot be written now"
 
-    def __init__(self, detail: str = "", *, not_written: bool = False, **rest: Any) -> None:
-        super().__init__(detail, **rest)
+    def __init__(self, detail: str = "", *, not_written: bool = False, retry_after_ms: int | None = 1_000, **rest: Any) -> None:
+        super().__init__(detail, retry_after_ms=retry_after_ms, **rest)
         self.not_written = not_written
 
 

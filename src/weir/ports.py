@@ -199,8 +199,10 @@ class RecentTake:
 
 @dataclass(frozen=True, slots=True)
 class StoredExecution:
-    """An execution as the store has it. open: held, not settled. delivered_max and replica: from its last step, if any.
+    """An execution as the store has it. open: held, not settled. attempt, delivered_max, replica: from its last step, if any.
 
+    lost_delivered_max: what was booked for the attempt before that one, which delivered nothing. tenant_tokens: what counted
+    against token limits.
     The held fields let recovery resolve it by rule.
     """
 
@@ -211,7 +213,9 @@ class StoredExecution:
     attempt: int
     replica: str | None
     delivered_max: Tokens
+    lost_delivered_max: Tokens
     delivered_tokens: Tokens
+    tenant_tokens: Tokens
     input_tokens_held: Tokens
     max_output_tokens: Tokens
     choices: int
@@ -260,13 +264,15 @@ class LedgerReport:
 class UsageQuery:
     """Which usage rows to sum. Times are wall-clock milliseconds of the end, from inclusive, to exclusive. group_by: columns.
 
-    Of executions that were rolled up only the UTC day of the end is known, as its first millisecond.
+    Of executions that were rolled up only the UTC day of the end is known, as its first millisecond. More than
+    groups_max groups are refused.
     """
 
     tenant: str | None = None
     from_ms: Millis | None = None
     to_ms: Millis | None = None
     group_by: tuple[str, ...] = ()
+    groups_max: int = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +308,7 @@ class LedgerStore(Protocol):
         ...
 
     async def usage(self, query: UsageQuery) -> list[UsageRow]:
-        """Sums over usage rows. Raises LedgerUnavailable."""
+        """Sums over usage rows. Raises InvalidRequest for columns that are none, or too many groups; LedgerUnavailable."""
         ...
 
     async def verify(self) -> LedgerReport:
@@ -373,6 +379,10 @@ class ControlStore(Protocol):
 
     async def load(self) -> Catalog:
         """The whole catalog in one consistent read."""
+        ...
+
+    async def version(self) -> int:
+        """The catalog's version, which every change raises by one. Raises LedgerUnavailable."""
         ...
 
     async def apply(self, expected_version: int, change: CatalogChange) -> int:

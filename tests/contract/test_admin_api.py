@@ -2,7 +2,8 @@
 
 import io
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from weir.core.endings import FinishReason, Status
 from weir.core.ledger.records import Timing
 from weir.core.tenancy import LIMIT_NAMES, Role
 from weir.messages import GenerationRecord
+from weir.ports import UsageQuery, UsageRow
 
 
 @pytest.fixture
@@ -115,6 +117,9 @@ BAD_INPUT: tuple[tuple[str, str, Any, str, str | None], ...] = (
     ("GET", "usage?from=yesterday", None, "invalid_request", "from"),
     ("GET", "usage?to=2023-11-15T12:00:00", None, "invalid_request", "to"),
     ("GET", "usage?from=2023-11-15&to=2023-11-15", None, "invalid_request", "to"),
+    ("GET", "usage?tenant=acme&tenant=globex", None, "invalid_request", "tenant"),
+    ("GET", "usage?group_by=day&group_by=", None, "invalid_request", "group_by"),
+    ("GET", "limits?alias=a&tenant=acme&alias=a", None, "invalid_request", "alias"),
     ("GET", "ledger", None, "invalid_request", "tenant"),
     ("GET", "ledger?tenant=", None, "invalid_request", "tenant"),
     ("GET", "ledger?tenant=nobody", None, "not_found", None),
@@ -328,6 +333,7 @@ acme,assistant,k,assistant,small-1,2023-11-15,completed,short,1,100,40,50,44,0
         ({}, "text/csv"),
         ({}, "text/html, Text/CSV;q=0.9, */*"),
         ({"format": ""}, "text/csv"),
+        ({}, "application/json;q=0.5, text/csv; charset=utf-8; q=0.8, application/vnd.apache.parquet;q=0"),
     ],
 )
 async def test_usage_as_csv(stand: Stand, asked: dict[str, str], accept: str) -> None:
@@ -339,10 +345,58 @@ async def test_usage_as_csv(stand: Stand, asked: dict[str, str], accept: str) ->
     assert answer.text == CSV
 
 
-@pytest.mark.parametrize("accept", ["", "*/*", "application/json, text/csv", "text/html"])
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "",
+        "*/*",
+        "application/json, text/csv",
+        "text/html",
+        "text/csv;q=0",
+        "text/csv;q=0.000, application/vnd.apache.parquet; Q=0",
+        "text/csv;q=0.1, application/json;q=0.9",
+        "text/csv;q=nan, application/vnd.apache.parquet;q=2",
+    ],
+)
 async def test_usage_is_json_unless_a_file_is_wanted(stand: Stand, accept: str) -> None:
     """Protects clients that accept anything."""
     assert await stand.good("GET", "/admin/v1/usage", headers={"accept": accept}) == {"rows": []}
+
+
+class WatchedRows(list[UsageRow]):
+    """Rows that remember who read them."""
+
+    def __init__(self, rows: Sequence[UsageRow]) -> None:
+        super().__init__(rows)
+        self.readers: set[int] = set()
+
+    def __iter__(self) -> Iterator[UsageRow]:
+        self.readers.add(threading.get_ident())
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("form", ["json", "csv", "parquet"])
+async def test_a_report_is_written_off_the_loop(stand: Stand, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Protects everybody's tokens from a large report: no form of it is made on the event loop."""
+    rows = WatchedRows([UsageRow({"tenant": f"tenant-{number}"}, 1, 2, 3, 4, 5, 6) for number in range(1_000)])
+
+    async def usage(query: UsageQuery) -> list[UsageRow]:
+        return rows
+
+    monkeypatch.setattr(stand.ledger, "usage", usage)
+    answer = await stand.call("GET", f"/admin/v1/usage?group_by=tenant&format={form}")
+    assert answer.status_code == 200 and b"tenant-999" in answer.content
+    assert rows.readers and threading.get_ident() not in rows.readers
+
+
+async def test_a_report_of_too_many_groups_is_refused_with_what_to_do(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Protects the cell's memory, and tells whoever asked how to ask."""
+    await book_usage(stand.ledger)
+    usage = stand.ledger.usage
+    monkeypatch.setattr(stand.ledger, "usage", lambda query: usage(replace(query, groups_max=0)))
+    status, problem = await stand.bad("GET", "/admin/v1/usage?group_by=day")
+    assert (status, problem["code"], problem["field"]) == (400, "invalid_request", "group_by")
+    assert "narrow" in problem["detail"]
 
 
 async def test_an_empty_report_is_a_file_with_its_columns(stand: Stand) -> None:

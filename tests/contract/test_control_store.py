@@ -108,6 +108,18 @@ async def test_a_change_on_another_version_is_refused_whole(catalog: AnyCatalog)
     assert await catalog.audit(10) == [AUDIT]
 
 
+async def test_the_version_is_that_of_the_last_change(cell: Cell) -> None:
+    """Protects whoever asks only whether something changed, also from another process."""
+    async with cell.catalog() as catalog, cell.catalog() as other:
+        assert [await catalog.version(), await other.version()] == [0, 0]
+        for version in (1, 2):
+            await catalog.apply(version - 1, CatalogChange(AUDIT))
+            assert [await catalog.version(), await other.version(), (await other.load()).version] == [version] * 3
+        with pytest.raises(errors.AlreadyExists):
+            await other.apply(1, CatalogChange(AUDIT))
+        assert await other.version() == 2
+
+
 async def test_prices_are_kept_by_version_and_never_changed(catalog: AnyCatalog) -> None:
     """Protects: a hold's price can be found as long as it may be asked for; another price needs another version."""
     await catalog.apply(0, FULL)
@@ -147,8 +159,9 @@ async def test_a_lock_makes_the_catalog_unavailable_only_while_it_lasts(tmp_path
             foreign.execute("BEGIN IMMEDIATE")
             with pytest.raises(errors.LedgerUnavailable):
                 await catalog.apply(0, FULL)
-            assert (await catalog.load()).version == 0
+            assert (await catalog.load()).version == await catalog.version() == 0
             foreign.execute("ROLLBACK")
         assert await catalog.apply(0, FULL) == 1
-    with pytest.raises(errors.LedgerUnavailable):
-        await catalog.load()
+    for closed in (catalog.load, catalog.version):
+        with pytest.raises(errors.LedgerUnavailable):
+            await closed()

@@ -77,6 +77,7 @@ async def test_an_execution_is_shown_through_its_whole_life(ledger: LedgerStore)
     assert running.record.status is Status.RUNNING
     assert not running.record.posted
     assert (running.open, running.attempt, running.replica, running.delivered_max) == (True, 2, "replica-2", 32)
+    assert running.lost_delivered_max == 64
 
     await ledger.write(epoch, [settle(4, named)])
     ended = await ledger.find_execution("acme", "r")
@@ -263,8 +264,11 @@ async def test_usage_is_grouped_bounded_and_refuses_other_columns(ledger: Ledger
     everything = await ledger.usage(UsageQuery(group_by=USAGE_GROUPS))
     assert set(everything[0].group) == set(USAGE_GROUPS)
     assert sum(row.requests for row in everything) == 5
-    with pytest.raises(errors.InvalidRequest):
-        await ledger.usage(UsageQuery(group_by=("body_digest",)))
+    assert len(await ledger.usage(UsageQuery(group_by=("day", "tenant"), groups_max=3))) == 3
+    for groups, groups_max in ((("body_digest",), 9), (("day", "day"), 9), (("day", "tenant"), 2)):
+        with pytest.raises(errors.InvalidRequest) as refused:
+            await ledger.usage(UsageQuery(group_by=groups, groups_max=groups_max))
+        assert refused.value.members["field"] == "group_by"
 
 
 async def test_usage_by_day_follows_the_budget_window_of_the_hold(ledger: LedgerStore) -> None:

@@ -88,6 +88,26 @@ async def test_past_the_retention_sums_remain(ledger: AnyLedger) -> None:
     assert (await seen(ledger))[:2] == before[:2]
 
 
+async def test_ends_that_a_fast_clock_stamped_keep_nothing_else(ledger: AnyLedger) -> None:
+    """Protects the retention: what ended at a later date by mistake waits for it; older ends go, in the order of their time."""
+    epoch = (await ledger.open_epoch(0)).epoch
+    ahead_ms = T0_MS + 3_650 * DAY_MS
+    times = [ahead_ms, ahead_ms, T0_MS + 3, T0_MS + 1, T0_MS + 2, T0_MS + 2]
+    named = [execution(f"r{number}") for number in range(len(times))]
+    records = [
+        (hold(3 * n + 1, one), step(3 * n + 2, one), settle(3 * n + 3, one, at_ms=times[n])) for n, one in enumerate(named)
+    ]
+    await ledger.write(epoch, [record for group in records for record in group])
+    left: list[list[int]] = []
+    for expected in (2, 2, 0):
+        assert await ledger.prune(epoch, T0_MS + DAY_MS, 2) == expected
+        found = [await ledger.find_execution("acme", one.request_id) for one in named]
+        left.append([number for number, kept in enumerate(found) if kept is not None])
+    assert left == [[0, 1, 2, 5], [0, 1], [0, 1]]
+    assert shape(await ledger.verify()) == (2, 4, 0)
+    assert [row.requests for row in await ledger.usage(UsageQuery())] == [6]
+
+
 def virtual_clock(wall_start_ms: int) -> VirtualClock:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)

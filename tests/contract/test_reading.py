@@ -15,6 +15,7 @@ from tests.contract.stores import Cell, execution, hold, release, settle, step
 
 from weir import errors
 from weir.ports import LedgerReport, LedgerStore
+from weir.storage.ledger_rows import COPIED_COLUMNS
 from weir.storage.reading import verify_database, verify_state
 
 DURABLE = ("sqlite", "postgres")
@@ -67,6 +68,15 @@ async def test_a_ledger_is_read_beside_its_writer(cell: Cell) -> None:
         ("UPDATE ledger_balance SET spent_microusd = spent_microusd + 1 WHERE budget_window = 'lifetime'", "lifetime is"),
         ("UPDATE ledger_settlement SET cost_microusd = 6000 WHERE request_id = 'one'", "more than was held"),
         ("DELETE FROM ledger_open", "is not among the open holds"),
+        ("INSERT INTO ledger_open VALUES (1)", "is among the open holds, and has ended"),
+        ("INSERT INTO ledger_open VALUES (99)", "record 99 is open without a hold"),
+        ("DELETE FROM ledger_hold WHERE request_id = 'one'", "has ended without a hold"),
+        ("UPDATE ledger_settlement SET day = '2026-01-02' WHERE request_id = 'one'", "on another day"),
+        ("UPDATE ledger_hold SET window_names = 'month/2026-01\nday/2026-01-01\nlifetime'", "on another day"),
+        ("INSERT INTO price VALUES ('rev-1', 8, 1, 1, 1)", "its revision's schedule does not have"),
+        ("INSERT INTO price VALUES ('rev-1', 7, 1, 1, 1)", "at the pinned price"),
+        ("UPDATE ledger_settlement SET delivered_tokens = 65 WHERE request_id = 'one'", "more than was booked ahead"),
+        ("UPDATE ledger_settlement SET basis = 'uncertain' WHERE request_id = 'one'", "ended uncertain"),
         ("UPDATE cell SET last_seq = 3", "above the cell's last record"),
     ],
 )
@@ -77,6 +87,31 @@ async def test_what_does_not_add_up_is_named(cell: Cell, damage: str, said: str)
     await alter(cell, damage)
     report = await verified(cell)
     assert not report.is_clean and any(said in problem for problem in report.problems), report.problems
+
+
+@pytest.mark.parametrize("column", COPIED_COLUMNS.split(", "))
+async def test_an_end_that_does_not_say_what_its_hold_says_is_named(cell: Cell, column: str) -> None:
+    """Protects reports, which read the ends alone: each column that an end copies from its hold is compared."""
+    async with cell.ledger() as ledger:
+        await fill(ledger)
+    other = {"execution": "7", "price_version": "8", "stream": "NOT stream"}.get(column, f"{column} || 'x'")
+    await alter(cell, f"UPDATE ledger_settlement SET {column} = {other} WHERE request_id = 'one'")
+    report = await verified(cell)
+    assert any("ended as something else than was held" in problem for problem in report.problems), report.problems
+
+
+async def test_every_tenant_is_recounted_and_the_report_is_short(cell: Cell) -> None:
+    """Protects the check of many tenants: one with balances alone is found, in order, and no report grows with the damage."""
+    async with cell.ledger() as ledger:
+        await fill(ledger)
+    await alter(
+        cell,
+        "WITH RECURSIVE one(number) AS (SELECT 10 UNION ALL SELECT number + 1 FROM one WHERE number < 40) INSERT INTO "
+        "ledger_balance SELECT 'tenant-' || number, 'app', 'key', 'assistant', 'lifetime', 1, 1 FROM one",
+    )
+    *named, last = (await verified(cell)).problems
+    assert [problem.split("/")[0] for problem in named] == [f"The balance of tenant-{number}" for number in range(10, 20)]
+    assert last == "There are more of this kind."
 
 
 @pytest.mark.parametrize("change", ["UPDATE alembic_version SET version_num = '9999'", "DELETE FROM alembic_version"])
@@ -111,6 +146,24 @@ async def test_what_is_no_database_is_refused_in_words(tmp_path: Path) -> None:
     cell.path.write_bytes(content[:4_096] + b"\xff" * (len(content) - 4_096))
     with pytest.raises(errors.StateUnreadable, match="damaged"):
         await verified(cell)
+
+
+async def test_a_ledger_without_its_cell_is_damaged(cell: Cell) -> None:
+    """Protects a script from taking what could not be checked for books that do not add up."""
+    await alter(cell, "DELETE FROM cell")
+    with pytest.raises(errors.StateUnreadable, match="damaged"):
+        await verified(cell)
+
+
+async def test_a_locked_database_is_not_called_damaged(tmp_path: Path) -> None:
+    """Protects an operator from restoring a backup because of a program that holds the file for a moment."""
+    cell = Cell("sqlite", tmp_path)
+    with closing(sqlite3.connect(cell.path, isolation_level=None)) as other:
+        other.execute("PRAGMA locking_mode = EXCLUSIVE")
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(errors.StateUnreadable, match="locked by another program"):
+            await verify_state(cell.path.parent, lock_wait_ms=10)
+    assert (await verified(cell)).is_clean
 
 
 async def test_an_address_that_does_not_answer_is_refused_without_its_password() -> None:

@@ -53,6 +53,20 @@ class RunningCell:
 
 def start_cell(state: Path, *arguments: str, engine: Sequence[str] = ("simulated",), config: str = "") -> RunningCell:
     """Start a cell and wait until its ready file is there."""
+    cell = spawn_cell(state, *arguments, engine=engine, config=config)
+    ready_file = state.with_suffix(".ready.json")
+    deadline = time.monotonic() + START_S
+    while not ready_file.exists():
+        if cell.process.poll() is not None or time.monotonic() > deadline:
+            kill_if_running(cell.process)
+            raise AssertionError(f"the cell did not start: {cell.tail()}")
+        time.sleep(0.02)
+    cell.ready = json.loads(ready_file.read_text())
+    return cell
+
+
+def spawn_cell(state: Path, *arguments: str, engine: Sequence[str] = ("simulated",), config: str = "") -> RunningCell:
+    """A cell that is starting; `ready` is empty."""
     state.parent.mkdir(parents=True, exist_ok=True)
     ready_file, log = state.with_suffix(".ready.json"), state.with_suffix(".log")
     ready_file.unlink(missing_ok=True)
@@ -66,15 +80,7 @@ def start_cell(state: Path, *arguments: str, engine: Sequence[str] = ("simulated
         command += ["--config", str(config_file)]
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
-    cell = RunningCell(process, {}, state, log)
-    deadline = time.monotonic() + START_S
-    while not ready_file.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            kill_if_running(process)
-            raise AssertionError(f"the cell did not start: {cell.tail()}")
-        time.sleep(0.02)
-    cell.ready = json.loads(ready_file.read_text())
-    return cell
+    return RunningCell(process, {}, state, log)
 
 
 def kill_if_running(process: subprocess.Popen[bytes]) -> None:

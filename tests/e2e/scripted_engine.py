@@ -23,7 +23,8 @@ class Script(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one generation does. usage: [input, output] in place of the truth; counts false: no counts anywhere.
 
     status other than 200 refuses, quoting the prompt as real engines do. cut ends the answer in the middle of HTTP, unfinished
-    ends it properly without a finish reason.
+    ends it properly without a finish reason. hold_at: after so many tokens wait for the engine's `release`, whether or not the
+    client is still there. last_usage: the usage object of the last chunk, as it is.
     """
 
     tokens: int = 4
@@ -35,6 +36,8 @@ class Script(msgspec.Struct, frozen=True, omit_defaults=True):
     usage: tuple[int, int] | None = None
     counts: bool = True
     note: str = ""
+    hold_at: int | None = None
+    last_usage: dict[str, Any] | None = None
 
     def prompt(self) -> str:
         """The prompt that asks for this script."""
@@ -63,10 +66,12 @@ class _Left(Exception):
 class ScriptedEngine:
     """Context manager around the server. running, started, left: generations now, ever, and closed early by the client.
 
-    sent: tokens written so far, by the script's note. always: what it does whatever a prompt asks for.
+    sent: tokens written so far, by the script's note. always: what it does whatever a prompt asks for. counts_input: whether it
+    has `/tokenize`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_input: bool = True) -> None:
+        self._counts_input = counts_input
         self.running = 0
         self.started = 0
         self.left = 0
@@ -78,6 +83,7 @@ class ScriptedEngine:
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._served: set[asyncio.Task[Any]] = set()
+        self._released = asyncio.Event()
 
     @property
     def url(self) -> str:
@@ -103,6 +109,14 @@ class ScriptedEngine:
     def vanish(self) -> None:
         """Refuse connections and reset those that are open."""
         self._wait(self._vanish())
+
+    def hold(self) -> None:
+        """Let scripts wait where they say so, from now on."""
+        self._loop.call_soon_threadsafe(self._released.clear)
+
+    def release(self) -> None:
+        """Let go on what waits, and what would wait."""
+        self._loop.call_soon_threadsafe(self._released.set)
 
     def _wait(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
@@ -131,7 +145,7 @@ class ScriptedEngine:
         try:
             while await self._exchange(reader, writer):  # ends with the connection
                 pass
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
             pass
         finally:
             self._writers.discard(writer)
@@ -144,13 +158,14 @@ class ScriptedEngine:
         body = await reader.readexactly(length)
         path = head.split(b" ")[1]
         if path != b"/v1/chat/completions":
-            await _answer(writer, *_answer_to(path, body))
+            known = path != b"/tokenize" or self._counts_input
+            await _answer(writer, *(_answer_to(path, body) if known else (404, {})))
             return True
         self.running += 1
         self.started += 1
         try:
             asked = msgspec.json.decode(body)
-            return await _Generation(reader, writer, asked, self.sent, self.always).run()
+            return await _Generation(reader, writer, asked, self.sent, self.always, self._released).run()
         except (_Left, ConnectionError):
             self.left += 1
             return False
@@ -168,8 +183,10 @@ class _Generation:
         body: dict[str, Any],
         sent: dict[str, int],
         always: Script | None,
+        released: asyncio.Event,
     ) -> None:
         self._sent = sent
+        self._released = released
         self._reader = reader
         self._writer = writer
         self._prompt: str = body["messages"][-1]["content"]
@@ -185,10 +202,13 @@ class _Generation:
         writer.write(HEAD)
         self._chunk([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}], 0)
         await self._wait(script.first_ms)
-        for number in range(1, script.tokens + 1):
-            self._chunk([{"index": 0, "delta": {"content": script.word}, "finish_reason": None}], number)
-            self._sent[script.note] = number
-            await self._wait(script.gap_ms)
+        for number in range(script.tokens + 1):
+            if number:
+                self._chunk([{"index": 0, "delta": {"content": script.word}, "finish_reason": None}], number)
+                self._sent[script.note] = number
+                await self._wait(script.gap_ms)
+            if number == script.hold_at:
+                await asyncio.wait_for(self._released.wait(), WAIT_S)
         return await self._end()
 
     async def _end(self) -> bool:
@@ -212,7 +232,9 @@ class _Generation:
                 self._event(b"[DONE]")
             case "stop" | "length":
                 self._chunk([{"index": 0, "delta": {}, "finish_reason": script.end}], script.tokens)
-                if script.counts:
+                if script.last_usage is not None:
+                    self._event(msgspec.json.encode({"id": "x", "choices": [], "usage": script.last_usage}))
+                elif script.counts:
                     self._chunk([], script.tokens)
                 self._event(b"[DONE]")
         writer.write(b"0\r\n\r\n")

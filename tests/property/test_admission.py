@@ -29,7 +29,7 @@ SNAPSHOT = Snapshot(
 )
 ASKED = Asked(CALLER, "assistant", REVISION.id, b"body", 100, 400, 50, 1, 10_000)
 OPEN_DOOR = Door(lanes=4, queue_refusal=None, predicted_wait_ms=0, wait_ms_max=5_000, no_capacity_retry_ms=5_000)
-RAN = Bound(execution=1, body_digest=b"body", status=Status.COMPLETED, delivered_tokens=5, cost_microusd=9)
+RAN = Bound(execution=1, body_digest=b"body", status=Status.COMPLETED, delivered_tokens=5, tenant_tokens=7, cost_microusd=9)
 
 
 def _limited(**limits: int) -> Book:
@@ -103,8 +103,12 @@ def test_a_revision_that_is_not_live(revision: str) -> None:
         (replace(RAN, status=Status.FAILED), "output_not_retained"),
         (replace(RAN, status=Status.FAILED, delivered_tokens=0), "output_not_retained"),
         (replace(RAN, status=Status.CANCELLED, cost_microusd=0), "output_not_retained"),
-        (replace(RAN, status=Status.FAILED, delivered_tokens=0, cost_microusd=0), None),
-        (replace(RAN, status=Status.EXPIRED, delivered_tokens=0, cost_microusd=0), None),
+        (
+            replace(RAN, status=Status.CANCELLED, delivered_tokens=0, cost_microusd=0),
+            "output_not_retained",
+        ),  # free, yet counted
+        (replace(RAN, status=Status.FAILED, delivered_tokens=0, tenant_tokens=0, cost_microusd=0), None),
+        (replace(RAN, status=Status.EXPIRED, delivered_tokens=0, tenant_tokens=0, cost_microusd=0), None),
         (replace(RAN, forgotten=True), None),
         (replace(RAN, forgotten=True, body_digest=b"other"), None),
     ],

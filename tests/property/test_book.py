@@ -416,6 +416,24 @@ def test_stored_balances_and_takes_are_rebuilt_for_every_scope() -> None:
     assert book.standing(CALLER, NANOS_PER_MINUTE).tokens.remaining == 100
 
 
+def test_windows_that_were_over_at_a_restart_never_come_back() -> None:
+    """Protects spent budgets from a clock that is set back after a restart: the balance of an old day was not even read."""
+    book = Book()
+    day_ms = 86_400_000
+    book.resume(T0_MS)
+    assert book.windows_of("acme", Moment(0, T0_MS - 5 * day_ms)) == book.windows_of("acme", ZERO)
+
+
+def test_a_restored_take_is_clamped_to_the_present_rate() -> None:
+    """Protects Retry-After after a restart: takes under a higher limit fill the present one and no more."""
+    book = Book()
+    book.configure({LEAF: Limits(tokens_per_minute=60)}, {}, 0)
+    for _ in range(3):
+        book.restore_take("acme", BucketTake("web", "k1", "large", "tokens_per_minute", 300), 0)
+    assert book.standing(CALLER, 0).tokens == LimitStanding(60, 0, 60_000)
+    assert book.standing(CALLER, NANOS_PER_MINUTE // 2).tokens.remaining == 30
+
+
 def test_what_was_never_used_is_zero() -> None:
     """Protects reading: an unknown scope has empty balances, no rows, no holds and unlimited headers."""
     book = Book()

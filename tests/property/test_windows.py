@@ -107,6 +107,14 @@ def test_what_was_used_before_a_restart_is_remembered(zone: str, now_ms: int) ->
     assert calendar.windows(now_ms) == used
 
 
+def test_windows_keep_their_order_whatever_was_remembered_first() -> None:
+    """Protects budgets after a quiet restart: with only the month remembered, the day is still the first window."""
+    calendar = Calendar(Zones())
+    calendar.remember("month/2026-11")
+    assert calendar.windows(at("2026-11-15T12:00")) == ("day/2026-11-15", "month/2026-11", "lifetime")
+    assert calendar.window(WindowKind.DAY, at("2026-11-15T12:00")) == "day/2026-11-15"
+
+
 def test_a_new_time_zone_waits_for_the_next_window() -> None:
     """Protects budgets from a change that would open a new window early: each kind's window ends as it began."""
     changed_ms = at("2026-11-10T12:00")

@@ -1,8 +1,10 @@
 """Protects the commands of money: limits, prices, usage in its forms, the ledger and its check, the audit trail."""
 
+import asyncio
 import csv
 import io
 import sqlite3
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -193,8 +195,35 @@ async def test_the_check_of_a_ledger_exits_by_what_it_found(terminal: Terminal) 
     assert found.out.splitlines()[-1] == "not clean: 1 problem(s)"
     await ledger.aclose()
     await catalog.aclose()
+    for damage in ("UPDATE ledger_balance SET spent_tokens = 'many'", "DELETE FROM cell", "DROP TABLE cell"):
+        with closing(sqlite3.connect(path)) as database, database:
+            database.execute(damage)
+        damaged = await terminal.run("ledger", "verify")
+        assert (damaged.status, damaged.out) == (2, "") and "damaged" in damaged.err, damaged
     both = await terminal.run("ledger", "verify", "--database", "postgresql://x@127.0.0.1:1/x")
     assert both.status == 2 and "not both" in both.err
+
+
+@pytest.mark.parametrize("command", [("ledger", "verify"), ("up", "--engine", "simulated", "--listen", "127.0.0.1:0")])
+@pytest.mark.parametrize(
+    "rest", ["hun@ter2@h:1/db", "hun/ter2@h:1/db", "hun#ter2@h:1/db", "hun?ter2@h:1/db", "hunter2@h:99999/db"]
+)
+async def test_an_address_that_is_none_is_one_sentence_without_it(
+    terminal: Terminal, tmp_path: Path, command: Sequence[str], rest: str
+) -> None:
+    """Protects a password from the terminal: neither a part of it nor a traceback is printed, and the status is 2."""
+    place = ("--database", f"postgresql://u:{rest}")
+    words = (*command, *place)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "weir.cli.main", *words),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=tmp_path,
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 30)
+    said = (out + err).decode()
+    assert process.returncode == 2 and "Traceback" not in said and "must be postgresql://" in said
+    assert "ter2" not in said and "99999" not in said
 
 
 # ── the audit trail ──────────────────────────────────────────────────────────────────────────────────────────────────

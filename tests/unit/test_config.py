@@ -28,7 +28,7 @@ def test_what_is_set_is_read_as_set(tmp_path: Path) -> None:
     [
         ("[gatway]\n", "gatway", "'gatway' is unknown; accepted: one of gateway,"),
         ("[gateway]\nbody_wait = 5\n", "gateway.body_wait", "is unknown; accepted: one of body_bytes_max,"),
-        ("gateway = 5\n", "gateway", "is 5; accepted: a table"),
+        ("gateway = 5\n", "gateway", "is not one; accepted: a table"),
         ("[gateway]\nbody_wait_ms = 0\n", "gateway.body_wait_ms", "accepted: a whole number from 1 to 86400000"),
         ("[gateway]\nbody_wait_ms = 1.5\n", "gateway.body_wait_ms", "is 1.5"),
         ("[gateway]\nbody_wait_ms = '5'\n", "gateway.body_wait_ms", "is '5'"),
@@ -44,6 +44,25 @@ def test_a_wrong_setting_is_refused_by_its_path(tmp_path: Path, text: str, field
     with pytest.raises(errors.InvalidRequest) as refused:
         load_config(path)
     assert refused.value.members["field"] == field and said in refused.value.detail
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'store = "postgresql://u:hunter2@h/db"\n',
+        '[store]\nurl = ["postgresql://u:hunter2@h/db"]\n',
+        '[store.url]\npassword = "hunter2"\n',
+        '[store]\nurl = "postgresql://u:hunter2@h/db\n',
+        'database = "postgresql://u:hunter2@h/db"\n',
+    ],
+)
+def test_what_may_hold_a_password_is_refused_unquoted(tmp_path: Path, text: str) -> None:
+    """Protects the database's password from the log of a start that was refused."""
+    path = tmp_path / "weir.toml"
+    path.write_text(text)
+    with pytest.raises(errors.InvalidRequest) as refused:
+        load_config(path)
+    assert "hunter2" not in refused.value.detail + str(refused.value.members)
 
 
 def test_engines_get_no_secret_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

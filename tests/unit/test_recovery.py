@@ -80,6 +80,27 @@ def test_buckets_continue_from_recent_takes(age_ms: int, remaining: int) -> None
     assert run(_recovered(MemoryLedger(), age_ms=age_ms), until_ms=1_000)[1] == remaining
 
 
+def test_a_crash_in_the_second_attempt_books_the_first_one_too() -> None:
+    """Protects the platform's books: an attempt that was lost and retried is paid for, also when its successor dies with us."""
+
+    async def script() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        clock, ledger, named = StepClock(loop), MemoryLedger(), ExecutionId("tenant-0", "ran", 1)
+        steps = [
+            StepRecord(2 + n, named, attempt, "replica", most) for n, (attempt, most) in enumerate([(1, 64), (1, 96), (2, 32)])
+        ]
+        await ledger.write((await ledger.open_epoch(0)).epoch, [_hold(1, "ran", clock.wall_ms()), *steps])
+        await recover(ledger, clock, first_snapshot(Spec(limits=LIMITS)))
+        settled = ledger.records[-1]
+        assert isinstance(settled, SettleRecord)
+        assert (settled.attempt, settled.output_tokens, settled.cost_microusd) == (2, 32, 0)
+        assert settled.platform_microusd == REVISION.price.cost(100, 0, 32) + REVISION.price.cost(100, 0, 96)
+        assert (await ledger.verify()).is_clean
+
+    run(script(), until_ms=1_000)
+
+
 def test_a_store_that_is_away_stops_the_start() -> None:
     """Protects money: without the store's word there is no coordinator."""
     ledger = MemoryLedger(fault=lambda operation: errors.LedgerUnavailable())

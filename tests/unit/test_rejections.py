@@ -34,7 +34,7 @@ def test_a_failed_flush_keeps_its_counts() -> None:
 
 
 def test_a_cancelled_flush_keeps_its_counts() -> None:
-    """Protects the last counts at shutdown: the flush that is cut short is done again."""
+    """Protects the last counts at shutdown: a flush that is cut short goes on, and counts once."""
 
     async def script() -> None:
         ledger = MemoryLedger(delay=lambda operation: asyncio.sleep(5))

@@ -4,7 +4,8 @@ A viewer reads; an operator also changes tenants, applications, keys and limits;
 everything. The actor of the audit trail comes from the key and is never accepted from a request.
 """
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -49,19 +50,27 @@ def _unknown_key() -> errors.Unauthenticated:
 
 
 class AuthenticatedRoute(APIRoute):
-    """A route that knows its caller before it reads a body."""
+    """A route that knows its caller before it reads a body, and takes each query parameter once."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The framework's way to serve one request, behind authentication. It raises what `authenticate` raises."""
+        """The framework's way to serve one request, behind authentication. Raises as `authenticate`, and InvalidRequest."""
         serve = super().get_route_handler()
 
         async def serve_known(request: Request) -> Response:
             credentials = await BEARER(request)
             commands: Commands = request.app.state.parts.commands
             request.state.caller = await authenticate(commands, credentials.credentials if credentials else None)
+            _refuse_repeated(name for name, _ in request.query_params.multi_items())
             return await serve(request)
 
         return serve_known
+
+
+def _refuse_repeated(names: Iterable[str]) -> None:
+    """The framework would take the last of them and say nothing."""
+    name, number = next(iter(Counter(names).most_common(1)), ("", 0))
+    if number > 1:
+        raise errors.InvalidRequest(f"{name} is given {number} times.", members={"field": name, "accepted": "one value"})
 
 
 def at_least(role: Role) -> Callable[..., Awaitable[Caller]]:

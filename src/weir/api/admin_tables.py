@@ -1,20 +1,25 @@
-"""A usage report as a file: CSV or Parquet, with the columns of the JSON rows, and amounts as whole micro-dollars.
+"""A usage report in each of its forms: JSON, or a file of CSV or Parquet, with the same columns and whole micro-dollars.
 
-It decides the form that an answer takes, and names each column as the JSON does, so that all three can be compared. Parquet
-needs the extra `weir[parquet]`, which is imported when it is asked for and not before.
+It decides the form that an answer takes, and names each column alike, so that all three can be compared. A report may have
+many rows, so it is written on a thread, off the event loop. Parquet needs the extra `weir[parquet]`, which is imported when it
+is asked for and not before.
 """
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
 
 from weir import errors
 from weir.ports import UsageRow
 
 CSV_TYPE = "text/csv"
 PARQUET_TYPE = "application/vnd.apache.parquet"
-USAGE_FORMATS: Mapping[str, str] = {"json": "application/json", "csv": CSV_TYPE, "parquet": PARQUET_TYPE}
-"""Formats of a usage report by name, with their media types."""
+
+_WEIGHT = re.compile(r"q=(0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)")
 
 USAGE_SUMS = (
     "requests",
@@ -26,20 +31,13 @@ USAGE_SUMS = (
 )
 """The summed columns, in the order in which a table has them after its grouping columns."""
 
+_encode = msgspec.json.Encoder().encode
 
-def format_of(named: str | None, accept: str) -> str:
-    """The form that is asked for: by name, else the first of the accepted media types that we have, else JSON.
 
-    Raises InvalidRequest for an unknown name.
-    """
-    if named is not None:
-        if named not in USAGE_FORMATS:
-            members = {"field": "format", "accepted": list(USAGE_FORMATS)}
-            raise errors.InvalidRequest("There is no such format.", members=members)
-        return named
-    by_type = {kind: name for name, kind in USAGE_FORMATS.items()}
-    accepted = (entry.partition(";")[0].strip().lower() for entry in accept.split(","))
-    return next((by_type[kind] for kind in accepted if kind in by_type), "json")
+def as_json(groups: Sequence[str], rows: Sequence[UsageRow]) -> bytes:
+    """`{"rows": [...]}`, one object per row; each is encoded by itself, so that other threads get their turn."""
+    documents = (_encode(row.group | dict(zip(USAGE_SUMS, _sums(row), strict=True))) for row in rows)
+    return b'{"rows":[' + b",".join(documents) + b"]}"
 
 
 def as_csv(groups: Sequence[str], rows: Sequence[UsageRow]) -> bytes:
@@ -71,3 +69,42 @@ def as_parquet(groups: Sequence[str], rows: Sequence[UsageRow]) -> bytes:
 
 def _sums(row: UsageRow) -> list[int]:
     return [getattr(row, name) for name in USAGE_SUMS]
+
+
+@dataclass(frozen=True, slots=True)
+class UsageFormat:
+    """A form of the report. write: its bytes, from the grouping columns and the rows; for a thread."""
+
+    media_type: str
+    write: Callable[[Sequence[str], Sequence[UsageRow]], bytes]
+    is_file: bool = True
+
+
+USAGE_FORMATS: Mapping[str, UsageFormat] = {
+    "json": UsageFormat("application/json", as_json, is_file=False),
+    "csv": UsageFormat(CSV_TYPE, as_csv),
+    "parquet": UsageFormat(PARQUET_TYPE, as_parquet),
+}
+"""Formats of a usage report by name."""
+
+
+def format_of(named: str | None, accept: str) -> str:
+    """The form that is asked for: by name, else the most wanted of the accepted media types that we have, else JSON.
+
+    Raises InvalidRequest for an unknown name.
+    """
+    if named is not None:
+        if named not in USAGE_FORMATS:
+            members = {"field": "format", "accepted": list(USAGE_FORMATS)}
+            raise errors.InvalidRequest("There is no such format.", members=members)
+        return named
+    by_type = {form.media_type: name for name, form in USAGE_FORMATS.items()}
+    wanted = {by_type[kind]: weight for kind, weight in map(_accepted, accept.split(",")) if kind in by_type and weight > 0}
+    return max(wanted, key=wanted.__getitem__, default="json")
+
+
+def _accepted(entry: str) -> tuple[str, float]:
+    """A media type of an Accept header and its weight: 1 where none is given, 0 for one that is none."""
+    kind, *parameters = (part.strip().lower() for part in entry.split(";"))
+    weights = [_WEIGHT.fullmatch(parameter) for parameter in parameters if parameter.startswith("q=")]
+    return kind, min((float(found[1]) if found else 0.0 for found in weights), default=1.0)

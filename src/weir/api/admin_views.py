@@ -17,7 +17,7 @@ from weir.core.metering import Price
 from weir.core.registry.model import Revision, RevisionPrice
 from weir.core.tenancy import LIMIT_NAMES, Application, Limits, Role, Scope, ServiceClass
 from weir.messages import GenerationRecord
-from weir.ports import Acknowledgement, AuditEntry, UsageRow
+from weir.ports import Acknowledgement, AuditEntry
 
 
 class View(BaseModel):
@@ -197,7 +197,7 @@ class LimitsList(View):
 
 
 class UsageRowView(View):
-    """Sums of one group, beside the grouping columns."""
+    """Sums of one group, after the grouping columns. It only describes the answer, which `admin_tables` writes."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -207,12 +207,6 @@ class UsageRowView(View):
     output_tokens: int
     cost_microusd: int
     platform_cost_microusd: int
-
-    @classmethod
-    def of(cls, row: UsageRow) -> "UsageRowView":
-        """The group's columns first, then the sums."""
-        sums = {name: getattr(row, name) for name in cls.model_fields}
-        return cls.model_validate(row.group | sums)
 
 
 class UsageReport(View):

@@ -33,7 +33,7 @@ from weir.config import WeirConfig, environment_of_engine
 from weir.control.bootstrap import BootstrapSecrets, bootstrap, draft_keys, shown_secrets
 from weir.control.commands import Commands
 from weir.control.pruning import Pruning
-from weir.control.snapshots import build_snapshot
+from weir.control.refresh import Refresh
 from weir.control.supervisor import Supervisor
 from weir.coordinator.coordinator import Coordinator, CoordinatorParts
 from weir.coordinator.execution_table import ExecutionTable
@@ -143,7 +143,8 @@ class Cell:
         secrets = await _unless_stopped(stop, self._bootstrap())
         if secrets is None:
             return
-        snapshot = self._served(build_snapshot(await self._stores.catalog.load()))
+        await self._commands.refresh()
+        snapshot = self._commands.published.serving(self._served_pools())
         recovered = await recover(self._stores.ledger, self._clock, snapshot)
         if recovered.resolved:
             self._options.announce(f"resolved {recovered.resolved} hold(s) that a crash left open")
@@ -158,7 +159,7 @@ class Cell:
             tasks.create_task(coordinator.run())
             tasks.create_task(gateway.run())
             watchdog = tasks.create_task(self._fail_when_broken())
-            pruning = tasks.create_task(self._compose_pruning(recovered).run())
+            upkeep = [tasks.create_task(part.run()) for part in (self._compose_pruning(recovered), Refresh(self._commands))]
             admin = await asyncio.to_thread(_admin_app, self._commands, self._stores.ledger, view, self._entropy)
             app = TenantApp(gateway, self._clock, self._entropy, self._config.gateway, self._is_ready, self.fail)
             servers = [listeners.serve_tenants(tasks, app), listeners.serve_admin(tasks, admin, app.new_request_id)]
@@ -171,7 +172,8 @@ class Cell:
             await self._take_down(coordinator, gateway, servers)
             supervisor.cancel()
             watchdog.cancel()
-            pruning.cancel()
+            for task in upkeep:
+                task.cancel()
 
     async def _bootstrap(self) -> BootstrapSecrets:
         """Demo catalog on an empty state directory; the models of this start in any case."""
@@ -248,12 +250,12 @@ class Cell:
     async def _publish(self, snapshot: Snapshot) -> Acknowledgement:
         """In one process a snapshot is in force everywhere once it was handed over."""
         if self._coordinator is not None:
-            self._coordinator.publish(self._served(snapshot))
+            self._coordinator.publish(await asyncio.to_thread(snapshot.serving, self._served_pools()))
         return Acknowledgement(snapshot.version)
 
-    def _served(self, snapshot: Snapshot) -> Snapshot:
+    def _served_pools(self) -> set[str]:
         """What an earlier start declared stays on record, but only the pools of this one are served."""
-        return snapshot.serving({pool.name for pool in self._fleet.pools})
+        return {pool.name for pool in self._fleet.pools}
 
     def _is_ready(self) -> bool:
         return not self._draining and bool(self._fleet.ready_addresses())

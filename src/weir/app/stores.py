@@ -46,9 +46,9 @@ async def _open_database(
     if config.url is None:
         return open_sqlite(directory.database)
     try:
+        from weir.storage.postgres_address import parse_address
         from weir.storage.postgres_database import open_postgres
-        from weir.storage.postgres_session import shown_address
     except ImportError as missing:
         raise errors.InvalidRequest("A PostgreSQL database needs its driver: install weir[postgres].") from missing
-    announce(f"database {shown_address(config.url)}")
+    announce(f"database {parse_address(config.url).shown}")
     return await open_postgres(config.url)

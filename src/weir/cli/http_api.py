@@ -20,7 +20,7 @@ from urllib.parse import quote, urlencode, urlsplit
 import typer
 
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
-"""A usage report of a million rows fits; more is a mistake."""
+"""A usage report of as many groups as are allowed fits; more is a mistake."""
 
 DEFAULT_WAIT_S = 30.0
 """An administrative write answers within seconds; half a minute covers a loaded machine."""

@@ -55,8 +55,9 @@ def verify(
     try:
         report = asyncio.run(_verified(state or Path("state"), database))
     except errors.WeirError as refusal:
-        typer.echo(f"error: {refusal.detail}", err=True)
-        raise typer.Exit(2) from None
+        raise _unchecked(refusal.detail) from None
+    except Exception as fault:  # whatever it was: a status of 1 would say that the books are wrong
+        raise _unchecked(f"The ledger could not be checked ({type(fault).__name__}): it may be damaged.") from None
     for field in fields(LedgerReport):
         if field.name != "problems":
             print(f"{field.name.replace('_', ' '):<13} {thousands(getattr(report, field.name)):>15}")
@@ -64,6 +65,11 @@ def verify(
         print(f"problem: {problem}")
     print("clean" if report.is_clean else f"not clean: {len(report.problems)} problem(s)")
     raise typer.Exit(0 if report.is_clean else 1)
+
+
+def _unchecked(sentence: str) -> typer.Exit:
+    typer.echo(f"error: {sentence}", err=True)
+    return typer.Exit(2)
 
 
 async def _verified(state: Path, database: str | None) -> LedgerReport:

@@ -5,7 +5,7 @@ Files come as the management API writes them: the same columns, amounts in whole
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,9 @@ import typer
 from weir.cli.admin_client import AdminKeyOption, AdminOption, JsonOption, StateOption, admin_connection
 from weir.cli.http_api import CommandFailed, Connection, connected
 from weir.cli.tables import digits_of, dollars, print_json, print_table, thousands
+
+REPORT_WAIT_S = 90.0
+"""A report over years of a busy cell may take its database a minute."""
 
 _COUNTS = ("requests", "input_tokens", "cached_input_tokens", "output_tokens")
 _COSTS = ("cost_microusd", "platform_cost_microusd")
@@ -36,7 +39,8 @@ def _report(
     admin: AdminOption = None,
     admin_key: AdminKeyOption = None,
 ) -> _Report:
-    return _Report(admin_connection(state, admin, admin_key), {"tenant": tenant, "from": from_, "to": to})
+    connection = replace(admin_connection(state, admin, admin_key), wait_s=REPORT_WAIT_S)
+    return _Report(connection, {"tenant": tenant, "from": from_, "to": to})
 
 
 @connected(_report)

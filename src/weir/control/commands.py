@@ -2,8 +2,9 @@
 
 A command answers (result, acknowledgement) once the parts of the cell acknowledged the version, or after the publisher's bound.
 Commands run one after another; a change by another process is seen as a version conflict and planned again on what is there.
-A change that changes nothing writes nothing and publishes what is in force. Names are never given twice, also after a
-revocation, so that records keep their meaning. This module never sees a request, a token, or a stored secret in clear.
+A change that changes nothing writes nothing and publishes what is in force. What was stored and not published, because its
+answer was lost, a refresh publishes. Names are never given twice, also after a revocation, so that records keep their meaning.
+This module never sees a request, a token, or a stored secret in clear.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from weir.control.credentials import new_credential
 from weir.control.snapshots import build_snapshot
 from weir.control.validation import check_name, check_prices, check_time_zone, checked_aliases, checked_limits
 from weir.core.metering import Price
+from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import (
     AdminKey,
     ApiKey,
@@ -73,6 +75,8 @@ class Commands:
         self._clock = clock
         self._entropy = entropy
         self._turn = asyncio.Lock()
+        self.published = Snapshot()
+        """The last that was published; the parts of the cell have it, or are getting it."""
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -312,9 +316,23 @@ class Commands:
                 catalog = await self._store.load()
                 result, change = plan(catalog)
                 if change is None or await self._applied(catalog.version, change):
-                    snapshot = build_snapshot(await self._store.load())
-                    return result, await self._publish(snapshot)
+                    return result, await self._publish_stored()
         raise errors.AlreadyExists("Others are changing the catalog; send the request again.", should_retry=True)
+
+    async def refresh(self) -> bool:
+        """Publish what is stored if that is newer than what was published last; whether it was."""
+        async with self._turn:
+            if await self._store.version() <= self.published.version:
+                return False
+            await self._publish_stored()
+            return True
+
+    async def _publish_stored(self) -> Acknowledgement:
+        """In our turn, so that versions rise. A large catalog is made into a snapshot off the loop."""
+        snapshot = await asyncio.to_thread(build_snapshot, await self._store.load(), self.published)
+        acknowledged = await self._publish(snapshot)
+        self.published = snapshot
+        return acknowledged
 
     async def _applied(self, version: int, change: CatalogChange) -> bool:
         try:

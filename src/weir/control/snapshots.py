@@ -4,12 +4,20 @@ Pure: the same catalog gives the same snapshot. It drops nothing that is revoked
 a revoked credential from an unknown one.
 """
 
+from collections.abc import Mapping
+
 from weir.core.registry.snapshot import Snapshot
+from weir.core.tenancy import Limits, Scope
 from weir.ports import Catalog
 
+_FIRST = Snapshot()
 
-def build_snapshot(catalog: Catalog) -> Snapshot:
-    """The catalog as one immutable value with the catalog's version. Limits that limit nothing are left out."""
+
+def build_snapshot(catalog: Catalog, before: Snapshot = _FIRST) -> Snapshot:
+    """The catalog as one immutable value with the catalog's version. Limits that limit nothing are left out.
+
+    before: the one in force, whose limits are shared where they are the same, so that a change of few is found quickly.
+    """
     return Snapshot(
         version=catalog.version,
         tenants={tenant.name: tenant for tenant in catalog.tenants},
@@ -19,5 +27,14 @@ def build_snapshot(catalog: Catalog) -> Snapshot:
         revisions={revision.id: revision for revision in catalog.revisions},
         pools={pool.name: pool for pool in catalog.pools},
         prices={(entry.revision, entry.price.version): entry.price for entry in catalog.prices},
-        limits={scope: limits for scope, limits in catalog.limits if not limits.is_empty},
+        limits=_shared({scope: limits for scope, limits in catalog.limits if not limits.is_empty}, before.limits),
     )
+
+
+def _shared(limits: dict[Scope, Limits], before: Mapping[Scope, Limits]) -> dict[Scope, Limits]:
+    """The limits, made of those before where they are equal: the same objects, in the same order."""
+    shared = {scope: entry for scope, entry in before.items() if scope in limits}
+    for scope, entry in limits.items():
+        if shared.get(scope) != entry:
+            shared[scope] = entry
+    return shared

@@ -222,6 +222,9 @@ class Coordinator:
 
     def _admit(self, session: Session, asked: Acquire, bound: Bound | None, stored: GenerationRecord | None = None) -> None:
         session.asking.discard(asked.ref)
+        if (refusal := self._refusal_of_state()) is not None:  # again: a look-up takes a while
+            self._reject(session, asked, refusal)
+            return
         pool = self._fleet.pool_of(asked.revision)
         if pool is None:
             self._reject(session, asked, errors.UnknownAlias("No pool serves the revision behind this alias."))
@@ -239,7 +242,7 @@ class Coordinator:
         if self._draining or self._closed:
             return errors.Draining("The platform is draining.", retry_after_ms=_LATE_RETRY_MS)
         if self._store_watch.is_late:
-            return errors.LedgerUnavailable("The ledger cannot be written now.", retry_after_ms=_LATE_RETRY_MS)
+            return errors.LedgerUnavailable("The ledger cannot be written now.")
         return None
 
     def _take(self, session: Session, asked: Acquire, admit: Admit, pool: PoolView) -> None:
@@ -303,7 +306,7 @@ class Coordinator:
 
     def _on_progress(self, session: Session, progress: Progress) -> None:
         execution = session.by_ref.get(progress.ref)
-        if execution is None or execution.end_record is not None or isinstance(execution.state, Queued):
+        if execution is None or execution.end_record is not None or not execution.runs(progress.attempt):
             return
         if progress.first_output and isinstance(execution.state, Dispatched):
             execution.state = advance(execution.state, FirstOutput(ms_from_ns(self._clock.monotonic_ns())))
@@ -317,7 +320,7 @@ class Coordinator:
         execution = session.by_ref.get(finish.ref)
         if execution is None:
             return  # it left before a decision
-        if execution.end_record is not None:
+        if execution.end_record is not None or not (finish.attempt == 0 or execution.runs(finish.attempt)):
             self._telemetry.late.inc()
         elif isinstance(execution.state, Queued):
             self._dispatcher.end_waiting(execution, finish.reason)

@@ -13,7 +13,7 @@ from weir.core.ledger.records import EndRecord, ExecutionId, SettleRecord, Timin
 from weir.core.ledger.reservation import Reservation
 from weir.core.metering import Usage
 from weir.core.registry.model import WorkloadClass
-from weir.core.request import Admitted, Ended, RequestState, is_terminal, public_status
+from weir.core.request import Admitted, Dispatched, Ended, RequestState, Streaming, is_terminal, public_status
 from weir.core.routing.replica import Replica
 from weir.messages import Acquire, GenerationRecord, ended_record
 from weir.units import Nanos, Tokens
@@ -72,6 +72,10 @@ class Execution:
         """Where its last attempt runs or ran."""
         return self.placements[-1] if self.placements else None
 
+    def runs(self, attempt: int) -> bool:
+        """Whether this attempt is the one under way: what is said of another one is late."""
+        return isinstance(self.state, Dispatched | Streaming) and self.state.attempt == attempt
+
     def placement_of(self, attempt: int) -> Placement | None:
         """Where one of its attempts runs or ran."""
         return next((placement for placement in self.placements if placement.attempt == attempt), None)
@@ -110,6 +114,7 @@ class Execution:
             body_digest=self.acquire.body_digest,
             status=_identity(self).status,
             delivered_tokens=settled.delivered_tokens if settled else 0,
+            tenant_tokens=settled.tenant_input_tokens + settled.tenant_output_tokens if settled else 0,
             cost_microusd=settled.cost_microusd if settled else 0,
         )
 

@@ -74,7 +74,7 @@ class ExecutionTable:
             async with asyncio.timeout(self._store_wait_ms / 1e3):
                 return await self._store.find_execution(tenant, request_id)
         except TimeoutError:
-            raise errors.LedgerUnavailable("The ledger did not answer in time.", retry_after_ms=1_000) from None
+            raise errors.LedgerUnavailable("The ledger did not answer in time.") from None
 
     def bound_of(self, execution: Execution, now_wall_ms: Millis) -> Bound:
         """What a second request with this id meets, from memory."""
@@ -92,6 +92,7 @@ class ExecutionTable:
             body_digest=stored.body_digest,
             status=stored.record.status,
             delivered_tokens=stored.delivered_tokens,
+            tenant_tokens=stored.tenant_tokens,
             cost_microusd=stored.record.cost_microusd,
             forgotten=self._is_forgotten(stored.ended_at_ms, now_wall_ms),
         )

@@ -144,6 +144,9 @@ def recovery_record(stored: StoredExecution, price: Price, stamp: Stamp) -> EndR
     if stored.replica is None:
         return ReleaseRecord(stamp.seq, stamp.at_ms, stored.id, rule.status, reason, (), Timing(), error_code_of(reason))
     input_tokens = stored.input_tokens_held * stored.choices
+    platform_microusd = price.cost(input_tokens, 0, stored.delivered_max)
+    if stored.attempt > 1:  # what the attempt used that was retried, as far as it was booked
+        platform_microusd += price.cost(input_tokens, 0, stored.lost_delivered_max)
     return SettleRecord(
         seq=stamp.seq,
         at_ms=stamp.at_ms,
@@ -161,7 +164,7 @@ def recovery_record(stored: StoredExecution, price: Price, stamp: Stamp) -> EndR
         tenant_cached_input_tokens=0,
         tenant_output_tokens=0,
         cost_microusd=0,
-        platform_microusd=price.cost(input_tokens, 0, stored.delivered_max),
+        platform_microusd=platform_microusd,
         returns=(),
         timing=Timing(),
         error_code=error_code_of(reason),

@@ -9,7 +9,7 @@ from weir.core.ledger.records import BucketTake, LedgerRecord
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import Scope
 from weir.ports import Clock, LedgerStore, Recovery
-from weir.units import NANOS_PER_MINUTE, Millis, Moment, ms_from_ns, ns_from_ms
+from weir.units import NANOS_PER_MINUTE, Millis, ms_from_ns, ns_from_ms
 
 RECENT_TAKES_MS: Millis = 2 * ms_from_ns(NANOS_PER_MINUTE)
 """A per-minute bucket refills within a minute; two cover a take at a full bucket's end."""
@@ -42,9 +42,8 @@ async def recover(store: LedgerStore, clock: Clock, snapshot: Snapshot) -> Recov
 def _rebuild(book: Book, recovery: Recovery, clock: Clock, snapshot: Snapshot) -> None:
     now_ns, now_ms = clock.monotonic_ns(), clock.wall_ms()
     earliest_ns = now_ns - ns_from_ms(RECENT_TAKES_MS)
+    book.resume(now_ms)
     book.configure(snapshot.limits, snapshot.zones(), earliest_ns)
-    for tenant in snapshot.tenants:  # what is over now never comes back, whatever the clock does next: it was not read
-        book.windows_of(tenant, Moment(now_ns, now_ms))
     for leaf in recovery.balances:
         scope = Scope(leaf.tenant, leaf.application, leaf.key, leaf.alias)
         book.restore_balance(scope, leaf.window, leaf.spent_microusd, leaf.spent_tokens)

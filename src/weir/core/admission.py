@@ -36,12 +36,13 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The latest execution under this request id."""
+    """The latest execution under this request id. tenant_tokens and cost_microusd: what its tenant was charged."""
 
     execution: int
     body_digest: bytes
     status: Status
     delivered_tokens: Tokens
+    tenant_tokens: Tokens
     cost_microusd: int
     forgotten: bool = False  # it ended so long ago that its id is free again
 
@@ -53,7 +54,8 @@ class Bound:
     @property
     def may_run_again(self) -> bool:
         """It ended, did not complete, delivered nothing and cost the tenant nothing."""
-        return not self.is_running and self.status is not Status.COMPLETED and not (self.delivered_tokens or self.cost_microusd)
+        was_used = self.delivered_tokens or self.tenant_tokens or self.cost_microusd
+        return not self.is_running and self.status is not Status.COMPLETED and not was_used
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,7 +167,8 @@ class Limits:
     @property
     def is_empty(self) -> bool:
         """True when nothing is limited, so that the entry can be dropped."""
-        return all(getattr(self, f.name) is None for f in fields(self))
+        return self == UNLIMITED
 
 
+UNLIMITED = Limits()
 LIMIT_NAMES: tuple[str, ...] = tuple(f.name for f in fields(Limits))

@@ -105,7 +105,7 @@ class Calendar:
             first = _first_date(kind, wall_ms, zone)
             self._dates[kind] = first = max(first, self._dates.get(kind, first))
             self._ends_ms[kind] = _end_ms(kind, first, zone)
-        self._windows = (*(_name(kind, first) for kind, first in self._dates.items()), LIFETIME_WINDOW)
+        self._windows = (*(_name(kind, self._dates[kind]) for kind in _DATE_CHARS), LIFETIME_WINDOW)
         self._until_ms = min(self._ends_ms.values())
 
 
@@ -123,8 +123,10 @@ def _name(kind: WindowKind, first: date) -> str:
 
 
 def day_of(windows: tuple[str, ...]) -> str:
-    """The date of the day window among a hold's windows, YYYY-MM-DD."""
-    return windows[0].partition(_SEPARATOR)[2]
+    """The date of the day window, which comes first among a hold's windows, YYYY-MM-DD."""
+    kind, _, date_text = windows[0].partition(_SEPARATOR)
+    assert kind == WindowKind.DAY
+    return date_text
 
 
 def _first_date(kind: WindowKind, wall_ms: Millis, zone: str) -> date:

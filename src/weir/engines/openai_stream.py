@@ -56,8 +56,10 @@ class _PromptDetails(msgspec.Struct, gc=False):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: _Count = 0
-    completion_tokens: _Count = 0
+    """A count that is absent is unknown, not zero: without both it is no usage."""
+
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
     prompt_tokens_details: _PromptDetails | None = None
 
 
@@ -250,9 +252,10 @@ class StreamedRun:
 
     def _count_of(self, chunk: _Chunk) -> Tokens | None:
         """The cumulative output count that a chunk carries; its usage is noted."""
-        if chunk.usage is not None:
-            self._usage = chunk.usage
-            return chunk.usage.completion_tokens
+        usage = chunk.usage
+        if usage is not None and usage.prompt_tokens is not None and usage.completion_tokens is not None:
+            self._usage = usage
+            return usage.completion_tokens
         return chunk.timings.predicted_n if chunk.timings is not None else None
 
     def _finish(self, *, at_mark: bool = False) -> None:
@@ -291,7 +294,7 @@ class StreamedRun:
 
 
 def _usage_of(usage: _Usage | None) -> EngineUsage | None:
-    if usage is None:
+    if usage is None or usage.prompt_tokens is None or usage.completion_tokens is None:
         return None
     details = usage.prompt_tokens_details
     cached = (details.cached_tokens if details else None) or 0

@@ -103,7 +103,7 @@ class Inbox:
     def _checked(self, answer: Found | StandingFound) -> Found:
         assert isinstance(answer, Found)
         if answer.unavailable:
-            raise errors.LedgerUnavailable("The ledger cannot be read now.", retry_after_ms=1_000)
+            raise errors.LedgerUnavailable("The ledger cannot be read now.")
         return answer
 
     async def _ask(self, question: Callable[[int], CancelById | Lookup | AskStanding]) -> Found | StandingFound:

@@ -94,7 +94,7 @@ def _check_execution(evidence: Evidence, seen: Seen) -> None:
     if end is None:
         assert seen.lost and not seen.handed, f"{seen.id} was admitted and has no end"
         return
-    if durable.holds[seen.id].generation_id != seen.acquire.generation_id:
+    if not durable.is_of(seen.id, seen.acquire.generation_id):
         assert seen.lost and not seen.handed  # its own hold was lost with its process, and the id was free again
         return
     if seen.lost and end.finish_reason is FinishReason.COORDINATOR_LOST:
@@ -135,6 +135,9 @@ def _check_amounts(evidence: Evidence, name: ExecutionId, end: SettleRecord) -> 
     if failed is not None and end.attempt == 2 and end.basis is not Basis.UNCERTAIN:
         assert failed.usage is not None
         used += cost_of(price, failed.usage.input_tokens, failed.usage.output_tokens)
+    elif end.attempt == 2:  # of the attempt that was lost only what was booked for it is known
+        booked = [step.delivered_max for step in evidence.checker.durable.steps[name] if step.attempt == 1]
+        used += cost_of(price, end.input_tokens, max(booked))
     # What ended while it waited for its second attempt is charged nothing: all that was used is the platform's.
     was_waiting = failed is not None and end.attempt == 1
     input_paid, output_paid = paid_tokens(
@@ -173,8 +176,10 @@ def _check_lookups(evidence: Evidence) -> None:
         assert found.cost_microusd == cost and found.execution == name_or_none.execution
     for exchange in evidence.exchanges:
         accepted = exchange.answer.accepted or exchange.answer.record
-        if accepted is not None:
-            end_or_none = durable.ends.get(evidence.checker.seen[accepted.generation_id].id)
+        seen = evidence.checker.seen.get(accepted.generation_id) if accepted is not None else None
+        assert seen is not None or accepted is None or exchange.cut
+        if seen is not None and durable.is_of(seen.id, seen.acquire.generation_id):
+            end_or_none = durable.ends.get(seen.id)
             if isinstance(end_or_none, SettleRecord):
                 _check_truth(evidence, evidence.checker.prompts[exchange.answer.name], end_or_none)
 

@@ -1,8 +1,8 @@
 """Independent checks of the invariants while a simulated cell runs: it hears every message, durable record and client byte.
 
-It keeps its own figures (of money and limits its tally does), from what passes on the wire and from what is durable, and asserts
-at each event. It shares no decision with the platform, changes nothing, and feeds all it hears into a trace hash, so that two
-runs can be compared.
+It keeps its own figures (of money and limits its tally does), from what passes on the wire and from what is durable, and
+asserts at each event. It shares no decision with the platform, changes nothing, and feeds all it hears into a trace hash, so
+that two runs can be compared.
 """
 
 import hashlib
@@ -108,6 +108,10 @@ class Durable:
         else:
             self.ends[name] = record
 
+    def is_of(self, name: ExecutionId, generation_id: str) -> bool:
+        """Whether an execution's hold is this one's, and not of another that came after a hold was lost with its process."""
+        return name in self.holds and self.holds[name].generation_id == generation_id
+
     def delivered_max(self, name: ExecutionId) -> Tokens:
         """The durable bound of what may have been delivered."""
         steps = self.steps.get(name)
@@ -115,7 +119,7 @@ class Durable:
 
 
 class Checker:
-    """The witness of one world. prompts: by the exchange's name; ids: (tenant, request id) by prompt; seen: by generation id."""
+    """The witness of one world. prompts: by the exchange's name; ids: tenant and request id by prompt; seen: by generation."""
 
     def __init__(self, clock: Clock, ledger: Records, config: CoordinatorConfig, concurrency: int) -> None:
         self._clock = clock
@@ -172,12 +176,12 @@ class Checker:
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def cell_started(self) -> None:
-        """A coordinator begins on what is durable: nothing is held, and the ends say what is spent."""
+    def cell_started(self, snapshot: Snapshot) -> None:
+        """A coordinator begins with this configuration on what is durable: nothing is open."""
         self.catch_up()
         self._retried_ns = []
         assert set(self.durable.ends) == set(self.durable.holds), "a hold is left open by recovery"
-        self.tally.begin((self.durable.holds[name], end) for name, end in self.durable.ends.items())
+        self.tally.begin(snapshot, [(hold, self.durable.ends[name]) for name, hold in self.durable.holds.items()])
 
     def cell_died(self) -> None:
         """The process is gone, with everything that it had not written."""

@@ -83,12 +83,13 @@ class StoreWeather:
 class CellStore:
     """The ledger as one process reaches it: after `cut` nothing of that process reaches it any more.
 
-    opened: called in the step in which this process becomes the writer.
+    opened: called in the step in which this process becomes the writer; refused: in that in which it hears that it is not.
     """
 
     def __init__(self, ledger: LedgerStore, opened: Callable[[], None]) -> None:
         self._ledger = ledger
         self._opened = opened
+        self.refused: Callable[[], None] = lambda: None
         self.is_cut = False
         self.writing: tuple[int, Sequence[LedgerRecord]] | None = None
         """The write that is under way: its outcome is open when the process dies."""
@@ -116,6 +117,9 @@ class CellStore:
         except errors.LedgerUnavailable as fault:
             if fault.not_written:
                 self.writing = None
+            raise
+        except errors.StaleEpoch:
+            self.refused()
             raise
         self.writing = None
 

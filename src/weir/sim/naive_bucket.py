@@ -1,7 +1,7 @@
 """A per-minute limit the slow way: every take from the first one on is laid out again for each question.
 
-It is the bucket as the policy states it, for the checkers: takes queue up on an axis of volume that refills at the limit's rate,
-and a settlement makes its own take smaller by what is unused and not refilled. It keeps nothing that could drift.
+It is the bucket as the policy states it, for the checkers: takes queue up on an axis of volume that refills at the limit's
+rate, and a settlement makes its own take smaller by what is unused and not refilled. It keeps nothing that could drift.
 """
 
 from collections.abc import Hashable
@@ -10,18 +10,18 @@ from weir.units import NANOS_PER_MINUTE, Nanos, ceil_div
 
 
 class NaiveBucket:
-    """rate: units per minute and the capacity. takes: owner → [when, units that still count]."""
+    """rate: units per minute ≥ 1, and the capacity. A take is remembered as when it came and the volume that still counts."""
 
     def __init__(self, rate: int) -> None:
         self.rate = rate
         self._takes: dict[Hashable, list[int]] = {}
 
     def _laid_out(self) -> dict[Hashable, tuple[int, int]]:
-        ends_at = 0
+        ends_at: int | None = None  # times of an earlier process may be negative
         places = {}
-        for owner, (at_ns, units) in self._takes.items():
-            begins_at = max(ends_at, self.rate * at_ns)
-            ends_at = begins_at + units * NANOS_PER_MINUTE
+        for owner, (at_ns, volume) in self._takes.items():
+            begins_at = self.rate * at_ns if ends_at is None else max(ends_at, self.rate * at_ns)
+            ends_at = begins_at + volume
             places[owner] = (begins_at, ends_at)
         return places
 
@@ -45,7 +45,13 @@ class NaiveBucket:
 
     def take(self, owner: Hashable, units: int, now_ns: Nanos) -> None:
         """One more take."""
-        self._takes[owner] = [now_ns, units]
+        self._takes[owner] = [now_ns, units * NANOS_PER_MINUTE]
+
+    def restore(self, owner: Hashable, units: int, at_ns: Nanos) -> None:
+        """A take of an earlier process: never before another that came before it, and cut to what the bucket holds."""
+        at_ns = max([at_ns, *(before_ns for before_ns, _ in self._takes.values())])
+        room = self.rate * NANOS_PER_MINUTE - self._ahead(at_ns)
+        self._takes[owner] = [at_ns, min(units * NANOS_PER_MINUTE, room)]
 
     def settle(self, owner: Hashable, used: int, now_ns: Nanos) -> int:
         """What a take gets back that used this much."""
@@ -53,6 +59,6 @@ class NaiveBucket:
             return 0
         begins_at, ends_at = self._laid_out()[owner]
         not_refilled = max(0, ends_at - max(begins_at, self.rate * now_ns)) // NANOS_PER_MINUTE
-        returned = min(max(0, self._takes[owner][1] - used), not_refilled)
-        self._takes[owner][1] -= returned
+        returned = min(max(0, self._takes[owner][1] // NANOS_PER_MINUTE - used), not_refilled)
+        self._takes[owner][1] -= returned * NANOS_PER_MINUTE
         return returned

@@ -20,41 +20,55 @@ _LONGEST_MS: Millis = 32 * 86_400_000
 
 
 class NaiveCalendar:
-    """The windows of one tenant in one process's life. seen: the latest of each kind so far, as a date's text."""
+    """The windows of one tenant in one process's life: those that are present stay as they are until the first one ends."""
 
     def __init__(self, tenant: Tenant) -> None:
-        self.tenant = tenant
-        self._seen = ["", ""]
+        self._tenant = tenant
+        self._latest = ["", ""]
+        self._ends_ms: list[Millis] = [0, 0]
+        self._looked = False
+
+    def follow(self, tenant: Tenant) -> None:
+        """The tenant as it is now; a changed zone is looked at."""
+        self._looked = self._looked and (tenant.time_zone, tenant.former_time_zones) == (
+            self._tenant.time_zone,
+            self._tenant.former_time_zones,
+        )
+        self._tenant = tenant
 
     def remember(self, windows: Iterable[str]) -> None:
         """These were used: nothing earlier comes."""
+        self._looked = False
         for window in windows:
             for kind, prefix in enumerate(_PREFIX):
                 if window.startswith(prefix):
-                    self._seen[kind] = max(self._seen[kind], window.removeprefix(prefix))
+                    self._latest[kind] = max(self._latest[kind], window.removeprefix(prefix))
 
     def windows(self, wall_ms: Millis) -> tuple[str, str, str]:
         """Day, month and lifetime for a hold that is taken now."""
-        for kind in (DAY, MONTH):
-            self._seen[kind] = max(self._seen[kind], local_date(kind, wall_ms, self._zone(kind, wall_ms)))
-        return _PREFIX[DAY] + self._seen[DAY], _PREFIX[MONTH] + self._seen[MONTH], "lifetime"
+        if not self._looked or wall_ms >= min(self._ends_ms):
+            self._looked = True
+            for kind in (DAY, MONTH):
+                self._look(kind, wall_ms, self._zone(kind, wall_ms))
+        return _PREFIX[DAY] + self._latest[DAY], _PREFIX[MONTH] + self._latest[MONTH], "lifetime"
 
     def ends_ms(self, kind: int, wall_ms: Millis) -> Millis | None:
         """When the present window of a kind is over; None for a lifetime."""
-        if kind == LIFETIME:
-            return None
         self.windows(wall_ms)
-        zone = self._zone(kind, wall_ms)
-        begin_ms = wall_ms
-        while local_date(kind, begin_ms, zone) < self._seen[kind]:  # the clock was set back: the window is still to come
-            begin_ms = end_ms(kind, begin_ms, zone)
-        return end_ms(kind, begin_ms, zone)
+        return None if kind == LIFETIME else self._ends_ms[kind]
+
+    def _look(self, kind: int, wall_ms: Millis, zone: str) -> None:
+        """The date of a moment, or a later one that was there before; and where that ends."""
+        self._latest[kind] = max(self._latest[kind], local_date(kind, wall_ms, zone))
+        while local_date(kind, wall_ms, zone) < self._latest[kind]:
+            wall_ms = end_ms(kind, wall_ms, zone)
+        self._ends_ms[kind] = end_ms(kind, wall_ms, zone)
 
     def _zone(self, kind: int, wall_ms: Millis) -> str:
         """The zone in force: a wish counts once the window is over in which the first one since the last change was made."""
-        changes = self.tenant.former_time_zones
-        wishes = [*(former.time_zone for former in changes[1:]), self.tenant.time_zone]
-        zone, pending, due_ms = (changes[0].time_zone if changes else self.tenant.time_zone), "", 0
+        changes = self._tenant.former_time_zones
+        wishes = [*(former.time_zone for former in changes[1:]), self._tenant.time_zone]
+        zone, pending, due_ms = (changes[0].time_zone if changes else self._tenant.time_zone), "", 0
         for change, wish in zip(changes, wishes, strict=False):
             if pending and change.until_ms >= due_ms:
                 zone, pending = pending, ""

@@ -1,11 +1,11 @@
 """One process of the simulated cell: everything that a crash takes along, and the ways in which a process goes.
 
-It dies at an instant, or it is superseded and lives on without knowing: then it hears nothing new of the world, its writes are
-refused, and it is buried later. It wires the real parts and changes none of their decisions.
+It dies at an instant, or it is superseded and lives on without knowing: then it hears nothing new of the world, and ends when
+its first write is refused. It wires the real parts and changes none of their decisions.
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any
 
 from weir import errors
@@ -21,9 +21,9 @@ from weir.gateway.planning import Planner
 from weir.messages import Register
 from weir.sim.audit import Exchange
 from weir.sim.faults import CellStore
-from weir.sim.random_source import SeededEntropy
+from weir.sim.random_source import SeededEntropy, seeded_random
 from weir.sim.replicas import PoolPlan, SimSupervisor
-from weir.sim.wiretap import Wire
+from weir.sim.wiretap import Echoes, Wire
 from weir.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class Cell:
         spec, clock = world.spec, world.clock
         telemetry = self.telemetry = Telemetry()
         self.store = store
+        store.refused = self.die
         self.book = recovered.book
         self.journal = recovered.journal
         self.fleet = Fleet()
@@ -61,7 +62,8 @@ class Cell:
         planner = Planner(self.inbox, lambda kind: self.engine, b"digest key", b"salt key")
         entropy = SeededEntropy(world.seed, f"entropy-{serial}")
         self.gateway = Gateway(clock, entropy, spec.gateway, self.inbox, planner, telemetry)
-        self.wire = Wire(self.inbox, world.checker.heard)
+        echoes = Echoes(seeded_random(world.seed, f"echoes-{serial}"), spec.echoes)
+        self.wire = Wire(self.inbox, world.checker.heard, echoes)
         self.wire.link = self.coordinator.connect(Register(f"gateway-{serial}"), self.wire)
         self.gateway.connect(self.wire, lambda kind: self.engine, config.delivery_step_tokens, config.store_wait_ms)
         pool = next(iter(snapshot.pools.values()))
@@ -70,13 +72,13 @@ class Cell:
 
     def run_in(self, tasks: asyncio.TaskGroup) -> None:
         """Start its loops."""
-        loops = (self.coordinator.run(), self.gateway.run(), self.supervisor.run())
-        self.services = [tasks.create_task(self._serve(service)) for service in loops]
+        loops = (self.coordinator.run, self.gateway.run, self.supervisor.run)
+        self.services = [tasks.create_task(self._serve(loop)) for loop in loops]
 
-    async def _serve(self, service: Coroutine[Any, Any, None]) -> None:
+    async def _serve(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run a loop; a process that was superseded may end by that alone."""
         try:
-            await service
+            await loop()
         except BaseExceptionGroup as failure:
             _, rest = failure.split(errors.StaleEpoch)
             if not self.is_stale or rest is not None:

@@ -10,12 +10,22 @@ from random import Random
 
 from weir import errors
 from weir.config import CoordinatorConfig, GatewayConfig
-from weir.core.tenancy import Limits, Scope
 from weir.errors import WeirError
 from weir.ports import EngineCall
+from weir.sim.changes import (
+    ZONES,
+    change_all_limits,
+    change_one_limit,
+    change_price,
+    change_time_zone,
+    limits_of,
+    revoke,
+    step_wall_clock,
+    wall_start_of,
+)
 from weir.sim.clients import PATIENT, Habits
 from weir.sim.random_source import seeded_random
-from weir.sim.world import Order, Spec, World, play, tenant_name
+from weir.sim.world import ALIAS, BRIEF, CALLERS, Order, Spec, World, play
 from weir.units import Tokens
 
 TENANTS = 3
@@ -41,7 +51,9 @@ def spec_of(seed: int) -> Spec:
         delivery_step_tokens=random.choice([4, 16, 256]),
         remembered_executions=random.choice([40, 500]),
         retries_min=random.choice([0, 1, 3, 20]),
+        request_id_ms=random.choice([86_400_000, 100 * 86_400_000]),
     )
+    zones = random.choices(ZONES, k=TENANTS)
     gateway = GatewayConfig(
         stream_buffer_bytes=random.choice([600, 256 * 1024]),
         slow_client_grace_ms=random.choice([800, 3_000]),
@@ -56,26 +68,13 @@ def spec_of(seed: int) -> Spec:
         engine_stop_ms=random.choice([500, 3_000]),
         engine_burst=random.choice([1, 1, 4, 40]),
         tenants=TENANTS,
-        limits=limits_of(random),
+        time_zones=zones,
+        wall_start_ms=wall_start_of(random, zones),
+        limits=limits_of(random, TENANTS),
+        echoes=random.choice([0.0, 0.3]),
         coordinator=coordinator,
         gateway=gateway,
     )
-
-
-def limits_of(random: Random) -> dict[Scope, Limits]:
-    """Limits on some scopes: of a tenant, its application, its key, and of these with the alias."""
-    limits: dict[Scope, Limits] = {}
-    for number in range(TENANTS):
-        name, key = tenant_name(number), f"{number:012x}"
-        scopes = [Scope(name), Scope(name, "app"), Scope(name, "app", key), Scope(name, alias="assistant")]
-        for scope in random.sample(scopes, random.randint(0, 3)):
-            limits[scope] = Limits(
-                requests_per_minute=random.choice([None, None, 10, 40]),
-                tokens_per_minute=random.choice([None, None, 500, 3_000]),
-                concurrency=random.choice([None, None, 1, 6]),
-                spend_microusd_lifetime=random.choices([None, 0, 400, 1_500], [6, 0.2, 1, 2])[0],
-            )
-    return limits
 
 
 async def mixed(world: World) -> None:
@@ -103,6 +102,8 @@ def _order(random: Random, number: int) -> Order:
     return Order(
         prompt=f"question {number} " + "x" * random.choice([0, 20, 300]),
         tenant=random.randrange(TENANTS),
+        caller=random.choice([0, random.randrange(len(CALLERS))]),
+        alias=random.choice([ALIAS.name, ALIAS.name, BRIEF.name]),
         request_id=f"order-{number}",
         stream=random.random() < 0.65,
         max_output_tokens=random.choice([None, None, 1, 8, 100, 300]),
@@ -145,9 +146,9 @@ def _habits(random: Random) -> Habits:
 async def _faults(world: World, random: Random) -> None:
     processes = asyncio.Lock()
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(random.randint(0, 6)):
+        for _ in range(random.randint(0, 10)):
             fault, lock = random.choice(FAULTS), None
-            if fault in (_crash, _restart):
+            if fault in (_crash, _restart, _take_over):
                 lock = processes
             tasks.create_task(_strike(world, fault, seeded_random(world.seed, f"fault {random.random()}"), lock))
 
@@ -201,10 +202,42 @@ async def _crash(world: World, random: Random) -> None:
     if random.random() < 0.5:
         world.weather.extra_ms = random.choice([300, 1_000])
         await asyncio.sleep(random.uniform(0.1, 2.0))
-    if world.is_accepting:
-        await world.crash(land=random.random() < 0.5)
+    if not world.is_accepting:
+        return
+    world.die()
+    for more in random.choice([(), (), (True,), (True, True)]):  # again, and again, while it recovers
+        await world.bury(land=random.random() < 0.5)
+        world.weather.extra_ms = random.choice([0, 5])
+        await _die_while_starting(world, random.choice([0.001, 0.004, 0.02]) if more else 0)
+    if world.cell.store.is_cut:
+        await world.bury(land=random.random() < 0.5)
         await asyncio.sleep(random.choice([0, 1]))
         await world.start()
+
+
+async def _die_while_starting(world: World, after_s: float) -> None:
+    """Start a process that dies after a while, if it has not recovered by then; if it has, it dies all the same."""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(world.start())
+        await asyncio.sleep(after_s)
+        world.die()
+
+
+async def _take_over(world: World, random: Random) -> None:
+    """A second process starts while the first one lives on, often with a write under way and more behind it."""
+    if random.random() < 0.7:
+        world.weather.extra_ms = random.choice([100, 600])
+        await asyncio.sleep(random.uniform(0.1, 1.0))
+    if world.is_accepting:
+        await world.take_over()
+    world.weather.extra_ms = 0
+
+
+async def _settle_late(world: World, random: Random) -> None:
+    """Settlements arrive for executions that have ended, most of all for those that recovery ended."""
+    for _ in range(random.randint(1, 3)):
+        world.settle_late(random)
+        await asyncio.sleep(random.uniform(0, 3))
 
 
 async def _restart(world: World, random: Random) -> None:
@@ -212,22 +245,6 @@ async def _restart(world: World, random: Random) -> None:
         world.weather.clear()  # a process that stops waits for its store
         await world.shut_down(random.choice([1, 500, 10_000]))
         await world.start()
-
-
-async def _step_wall_clock(world: World, random: Random) -> None:
-    world.step_wall(random.choice([-3_600_000, -500, 700, 7_200_000]))
-
-
-async def _change_limits(world: World, random: Random) -> None:
-    snapshot = world.snapshot
-    world.publish(replace(snapshot, version=snapshot.version + 1, limits=limits_of(random)))
-
-
-async def _revoke_key(world: World, random: Random) -> None:
-    snapshot = world.snapshot
-    victim = random.choice(list(snapshot.keys))
-    keys = {**snapshot.keys, victim: replace(snapshot.keys[victim], revoked=True)}
-    world.publish(replace(snapshot, version=snapshot.version + 1, keys=keys))
 
 
 async def _engine_faults(world: World, random: Random) -> None:
@@ -265,11 +282,19 @@ FAULTS: tuple[Fault, ...] = (
     _crash,
     _crash,
     _restart,
-    _step_wall_clock,
-    _change_limits,
-    _change_limits,
-    _revoke_key,
+    _take_over,
+    _settle_late,
     _engine_faults,
     _failing_replica,
     _failing_replica,
+    step_wall_clock,
+    step_wall_clock,
+    step_wall_clock,
+    change_all_limits,
+    change_one_limit,
+    change_one_limit,
+    change_time_zone,
+    change_time_zone,
+    change_price,
+    revoke,
 )

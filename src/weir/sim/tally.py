@@ -1,8 +1,8 @@
 """Money and limits counted a second time, from what clients asked, what was decided about it, and what is durable.
 
 It never asks the book. At each admission it asserts that no limit in force is exceeded, in the windows of its own calendar; at
-each refusal that the named limit does refuse, with true figures and a true wait; at each end that the tenant pays what the table
-of endings says, at the price that was in force when the hold was taken.
+each refusal that the named limit does refuse, with true figures and a true wait; at each end that the tenant pays what the
+table of endings says, at the price that was in force when the hold was taken.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ from weir.ports import Clock
 from weir.sim.naive_bucket import NaiveBucket
 from weir.sim.naive_calendar import DAY, LIFETIME, MONTH, NaiveCalendar
 from weir.sim.payers import cost_of, paid_tokens
-from weir.units import MILLION, MicroDollars, Millis, Tokens, ceil_div, ceil_ms_from_ns
+from weir.units import MILLION, MicroDollars, Millis, Moment, Tokens, ceil_div, ceil_ms_from_ns, ns_from_ms
 
 _BUDGETS = {
     "spend_microusd_per_day": DAY,
@@ -28,6 +28,7 @@ _BUDGETS = {
     "tokens_per_month": MONTH,
     "tokens_lifetime": LIFETIME,
 }
+_TAKES_READ_MS: Millis = 120_000
 _MINUTE = {"requests_per_minute": "requests_limited", "tokens_per_minute": "tokens_limited"}
 
 
@@ -76,6 +77,7 @@ class Tally:
         self._calendars: dict[str, NaiveCalendar] = {}
         self._buckets: dict[tuple[Scope, str], NaiveBucket] = {}
         self._doubtful: set[Hashable] = set()
+        self._opened = Moment(0, 0)
         self.changed: set[tuple[Scope, str]] = set()
 
     # ── configuration and processes ──────────────────────────────────────────────────────────────────────────────────
@@ -84,7 +86,7 @@ class Tally:
         """A configuration comes in force. A bucket that is new starts full; one whose rate changed is not followed exactly."""
         before, self._snapshot = self._snapshot.limits, snapshot
         for name, calendar in self._calendars.items():
-            calendar.tenant = snapshot.tenants[name]
+            calendar.follow(snapshot.tenants[name])
         for scope in {*before, *snapshot.limits}:
             for limit in (*_BUDGETS, *_MINUTE, "concurrency"):
                 old, new = (getattr(limits.get(scope, Limits()), limit) for limits in (before, snapshot.limits))
@@ -102,23 +104,45 @@ class Tally:
         self.publish(snapshot)
         self.changed.clear()
 
-    def begin(self, ended: Iterable[tuple[HoldRecord, EndRecord]]) -> None:
-        """A process starts on what is durable: nothing is held, and the ends say what is spent. Buckets: not exact any more."""
-        is_first = not self._calendars
+    def opened(self) -> None:
+        """A process reads the ledger at this instant: what happens to clocks later does not concern what it read."""
+        self._opened = Moment(self._clock.monotonic_ns(), self._clock.wall_ms())
+
+    def begin(self, snapshot: Snapshot, ended: Iterable[tuple[HoldRecord, EndRecord]]) -> None:
+        """A process starts on what is durable: nothing is held, and the ends say what is spent and what buckets took."""
+        self.publish(snapshot)
         self._amounts.clear()
         self._in_flight.clear()
         self._doubtful.clear()
-        self._buckets = self._buckets if is_first else {}
-        self._calendars = {name: NaiveCalendar(tenant) for name, tenant in self._snapshot.tenants.items()}
+        self._calendars = {name: NaiveCalendar(tenant) for name, tenant in snapshot.tenants.items()}
         for calendar in self._calendars.values():
-            calendar.windows(self._clock.wall_ms())
+            calendar.windows(self._opened.wall_ms)
+        self._buckets = {
+            (scope, limit): NaiveBucket(rate)
+            for scope, entry in snapshot.limits.items()
+            for limit in _MINUTE
+            if (rate := getattr(entry, limit))
+        }
         for hold, end in ended:
+            self._restore_takes(hold, end)
             if isinstance(end, SettleRecord):
                 tokens = end.tenant_input_tokens + end.tenant_output_tokens
                 if end.cost_microusd or tokens:
                     self._calendars[hold.id.tenant].remember(hold.windows)
                 for scope in scopes_of(hold.id.tenant, hold.application, hold.key, hold.alias):
                     self._spend(scope, hold.windows, end.cost_microusd, tokens)
+
+    def _restore_takes(self, hold: HoldRecord, end: EndRecord) -> None:
+        """What a hold of the last two minutes took, less what it gave back; of one from the future, as if it were new."""
+        age_ms = max(0, self._opened.wall_ms - hold.at_ms)
+        if age_ms > _TAKES_READ_MS:
+            return
+        returned = {(back.application, back.key, back.alias, back.limit): back.units for back in end.returns}
+        for take in hold.takes:
+            bucket = self._buckets.get((Scope(hold.id.tenant, take.application, take.key, take.alias), take.limit))
+            units = take.units - returned.get((take.application, take.key, take.alias, take.limit), 0)
+            if bucket is not None and units > 0:
+                bucket.restore(hold.id, units, self._opened.monotonic_ns - ns_from_ms(age_ms))
 
     def look_at_clock(self) -> None:
         """The present windows of every tenant were seen."""
@@ -145,7 +169,7 @@ class Tally:
                 amounts = self._amounts[scope, window]
                 amounts.held_microusd += counted.held_microusd
                 amounts.held_tokens += counted.held_tokens
-        for (scope, limit), bucket in self._buckets_of(counted.scopes):
+        for (_, limit), bucket in self._buckets_of(counted.scopes):
             bucket.take(owner, _units(limit, counted.held_tokens), now_ns)
         return counted
 
@@ -215,9 +239,9 @@ class Tally:
         most, members = rejected.members["limit"], rejected.members
         if name in _MINUTE:
             assert rejected.code == _MINUTE[name]
-            bucket, now_ns, units = self._buckets.get((scope, name)), self._clock.monotonic_ns(), _units(name, asked.held_tokens)
+            bucket, now_ns = self._buckets.get((scope, name)), self._clock.monotonic_ns()
             if bucket is not None:
-                wait_ns = bucket.wait_ns(units, now_ns)
+                wait_ns = bucket.wait_ns(_units(name, asked.held_tokens), now_ns)
                 assert wait_ns > 0 and members["used"] == bucket.used(now_ns), f"{name} of {scope}: {members}"
                 assert rejected.retry_after_ms == ceil_ms_from_ns(wait_ns)
                 assert members["reset_ms"] == ceil_ms_from_ns(bucket.full_again_ns(now_ns))

@@ -90,6 +90,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._now_ns: Nanos = 0
         self._until_ns = ns_from_ms(until_ms)
         self._turns_at_instant = 0
+        self._strikes: dict[int, Callable[[], None]] = {}
+        self.turns = 0
         self._numbers = count(1)
         self._failure: CallbackFailed | None = None
         self.set_exception_handler(_keep_first_failure)
@@ -143,6 +145,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Refused: there is no network here. Raises LeftTheWorld."""
         raise LeftTheWorld("the virtual loop has no sockets")
 
+    def at_turn(self, turn: int, strike: Callable[[], None]) -> None:
+        """Call back between two turns, before the one with this number (`turns` counts them): tasks await then, all of them."""
+        self._strikes[turn] = strike
+
     def fail(self, failure: CallbackFailed) -> None:
         """Keep the first failure of a callback; the run ends with it."""
         self._failure = self._failure or failure
@@ -157,6 +163,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def select(self, timeout: float | None) -> list[object]:
         """Wait as the parent would: not at all, until the next timer by jumping there, or for ever, which is a Deadlock."""
+        self.turns += 1
+        if (strike := self._strikes.pop(self.turns, None)) is not None:
+            strike()
+            timeout = 0  # what it cancelled is ready now
         self.raise_failure()
         if timeout is None:
             raise Deadlock("nothing is ready and no timer is set, but the main coroutine still waits")

@@ -19,11 +19,21 @@ def load(connection: Connection) -> Catalog:
     """The whole catalog; one consistent read where the connection's snapshots are."""
     with connection.begin():
         return Catalog(
-            version=connection.execute(select(schema.CATALOG.c.version)).scalar_one(),
+            version=_version(connection),
             limits=rows.read_limits(connection),
             prices=rows.read_prices(connection),
             **{name: rows.read_entities(connection, name) for name in rows.ENTITIES},
         )
+
+
+def version(connection: Connection) -> int:
+    """The catalog's version, which every change raises by one."""
+    with connection.begin():
+        return _version(connection)
+
+
+def _version(connection: Connection) -> int:
+    return int(connection.execute(select(schema.CATALOG.c.version)).scalar_one())
 
 
 def apply(expected_version: int, change: CatalogChange, connection: Connection) -> int:

@@ -86,9 +86,8 @@ _SUMMED = (
     "platform_microusd",
 )
 _ROLLED_BY = "tenant, application, key, alias, revision, day, status, workload_class, window_names"
-_OLD = "FROM ledger_settlement WHERE seq <= ? AND at_ms < ?"
-OLDEST_ENDED = "SELECT max(seq) FROM (SELECT seq, at_ms FROM ledger_settlement ORDER BY seq LIMIT ?) AS oldest WHERE at_ms < ?"
-"""Ends are numbered as they happen, so that the oldest come first and none beyond them has to be read."""
+_OLD = "FROM ledger_settlement WHERE seq IN (SELECT seq FROM ledger_settlement WHERE at_ms < ? ORDER BY at_ms, seq LIMIT ?)"
+"""By time, not by number: ends that a fast clock stamped with a later day must not keep those after them."""
 ROLL_UP = (
     f"INSERT INTO usage_rollup ({_ROLLED_BY}, ended_day_ms, requests, {', '.join(_SUMMED)}) "
     f"SELECT {_ROLLED_BY}, at_ms - at_ms % 86400000, count(*), {', '.join(f'sum({name})' for name in _SUMMED)} {_OLD} "
@@ -100,27 +99,36 @@ PRUNE = (
     f"DELETE FROM ledger_hold WHERE seq IN (SELECT hold_seq {_OLD})",
     f"DELETE {_OLD}",
 )
-"""Parameters of each, and of ROLL_UP before them: the seq of OLDEST_ENDED, and the time."""
+"""Parameters of each, and of ROLL_UP before them: the time, and how many. The last deletes what the others choose by."""
 PRUNE_LATE = "DELETE FROM ledger_late WHERE at_ms < ?"
 PRUNE_REJECTIONS = "DELETE FROM rejection WHERE minute_ms < ?"
 ADD_REJECTIONS = (
     "INSERT INTO rejection (tenant, code, minute_ms, number) VALUES (?, ?, ?, ?) "
     "ON CONFLICT (tenant, code, minute_ms) DO UPDATE SET number = rejection.number + excluded.number"
 )
+_BALANCE = "SELECT tenant, application, key, alias, budget_window, spent_microusd, spent_tokens FROM ledger_balance"
 BALANCES = (
-    "SELECT tenant, application, key, alias, budget_window, spent_microusd, spent_tokens FROM ledger_balance "
-    "WHERE budget_window = 'lifetime' OR (budget_window >= ? AND budget_window < 'day0') "
-    "OR (budget_window >= ? AND budget_window < 'month0') ORDER BY tenant, application, key, alias, budget_window"
+    f"{_BALANCE} WHERE budget_window = 'lifetime' "
+    f"UNION ALL {_BALANCE} WHERE budget_window >= ? AND budget_window < 'day0' "
+    f"UNION ALL {_BALANCE} WHERE budget_window >= ? AND budget_window < 'month0' "
+    "ORDER BY tenant, application, key, alias, budget_window"
 )
-"""Parameters: the floors of day and month windows that may be present. (`0` follows the `/` that ends a window's kind.)"""
+"""Parameters: the floors of day and month windows that may be present. (`0` follows the `/` that ends a window's kind.)
+
+Three reads of an index, whatever a planner makes of alternatives: windows that are over are kept for ever.
+"""
+RECENT_TAKES_MAX = 250_000
+"""Two minutes at twice what a cell admits. A clock that was set back makes every hold since then look recent."""
 RECENT_TAKES = (
-    "SELECT h.tenant, h.at_ms, h.bucket_takes, e.bucket_returns FROM ledger_hold h "
-    "LEFT JOIN ledger_settlement e ON e.hold_seq = h.seq WHERE h.at_ms >= ? AND h.bucket_takes IS NOT NULL ORDER BY +h.seq"
+    "SELECT h.tenant, h.at_ms, h.bucket_takes, e.bucket_returns FROM (SELECT seq, tenant, at_ms, bucket_takes FROM ledger_hold "
+    f"WHERE at_ms >= ? AND bucket_takes IS NOT NULL ORDER BY at_ms DESC LIMIT {RECENT_TAKES_MAX}) AS h "
+    "LEFT JOIN ledger_settlement e ON e.hold_seq = h.seq ORDER BY h.seq"
 )
-"""The sign keeps the planner from walking every hold in order instead of the recent ones by time."""
 _EXECUTION_COLUMNS = (
     "h.tenant, h.request_id, h.execution, h.body_digest, h.input_tokens, h.max_output_tokens, h.choices, h.held_microusd, "
-    "h.price_version, h.application, h.key, s.attempt, s.replica, s.delivered_max, e.delivered_tokens, e.at_ms, "
+    "h.price_version, h.application, h.key, s.attempt, s.replica, s.delivered_max, (SELECT max(delivered_max) FROM ledger_step "
+    "WHERE hold_seq = h.seq AND attempt < s.attempt), e.delivered_tokens, "
+    "e.tenant_input_tokens + e.tenant_output_tokens, e.at_ms, "
     "h.generation_id, h.alias, h.revision, e.status, e.finish_reason, e.input_tokens, e.cached_input_tokens, e.output_tokens, "
     "e.cost_microusd, e.basis, e.queue_ms, e.ttft_ms, e.tpot_ms, e.total_ms, e.error_code, e.error_detail"
 )
@@ -264,16 +272,18 @@ def net_takes(tenant: str, at_ms: Millis, takes: Iterable[BucketTake], returns: 
 def stored_execution(row: Row) -> StoredExecution:
     """A row of LATEST_EXECUTION or OPEN_EXECUTIONS as the port's value."""
     tenant, request_id, execution, digest, input_held, max_output, choices, held, version, application, key = row[:11]
-    attempt, replica, delivered_max, delivered_tokens, ended_at_ms = row[11:16]
+    attempt, replica, delivered_max, lost_delivered_max, delivered_tokens, tenant_tokens, ended_at_ms = row[11:18]
     return StoredExecution(
         id=ExecutionId(tenant, request_id, execution),
         body_digest=digest,
-        record=_generation_record(row[16:], request_id, execution, dispatched=attempt is not None),
+        record=_generation_record(row[18:], request_id, execution, dispatched=attempt is not None),
         open=ended_at_ms is None,
         attempt=attempt or 0,
         replica=replica,
         delivered_max=delivered_max or 0,
+        lost_delivered_max=lost_delivered_max or 0,
         delivered_tokens=delivered_tokens or 0,
+        tenant_tokens=tenant_tokens or 0,
         input_tokens_held=input_held,
         max_output_tokens=max_output,
         choices=choices,
@@ -312,16 +322,26 @@ def _generation_record(row: Row, request_id: str, execution: int, *, dispatched:
 
 
 def check_groups(group_by: Sequence[str]) -> None:
-    """Raises InvalidRequest unless every name is a column that usage can be grouped by."""
-    for name in group_by:
-        if name not in USAGE_GROUPS:
-            raise errors.InvalidRequest(
-                "Usage cannot be grouped by this.", members={"field": "group_by", "accepted": list(USAGE_GROUPS)}
-            )
+    """Raises InvalidRequest unless every name is a column that usage can be grouped by, given once."""
+    if set(group_by) <= set(USAGE_GROUPS) and len(set(group_by)) == len(group_by):
+        return
+    known = set(group_by) <= set(USAGE_GROUPS)
+    detail = "group_by takes each of its columns once." if known else "group_by names a column that there is not."
+    raise errors.InvalidRequest(detail, members={"field": "group_by", "accepted": list(USAGE_GROUPS)})
+
+
+def check_group_count(query: UsageQuery, number: int) -> None:
+    """Raises InvalidRequest for more groups than the query allows."""
+    if number > query.groups_max:
+        accepted = f"columns and a range of time that give at most {query.groups_max} groups"
+        raise errors.InvalidRequest(
+            "There are too many groups: narrow `from` and `to`, ask for one tenant, or group by less.",
+            members={"field": "group_by", "accepted": accepted},
+        )
 
 
 def usage_statement(query: UsageQuery) -> tuple[str, Row]:
-    """The sums of a query and its parameters. Raises InvalidRequest for an unknown group."""
+    """The sums of a query and its parameters; at most one group too many. Raises InvalidRequest for groups that are none."""
     check_groups(query.group_by)
     kept, parameters = _selection(query, "at_ms")
     rolled_up, _ = _selection(query, "ended_day_ms")
@@ -332,7 +352,8 @@ def usage_statement(query: UsageQuery) -> tuple[str, Row]:
     amounts = ", ".join(_SUMMED)
     statement = (
         f"SELECT {head}{sums} FROM (SELECT {head}1 AS requests, {amounts} FROM ledger_settlement WHERE {kept} "
-        f"UNION ALL SELECT {head}requests, {amounts} FROM usage_rollup WHERE {rolled_up}) AS usage{grouping}"
+        f"UNION ALL SELECT {head}requests, {amounts} FROM usage_rollup WHERE {rolled_up}) AS usage{grouping} "
+        f"LIMIT {query.groups_max + 1}"
     )
     return statement, parameters + parameters
 
@@ -343,7 +364,8 @@ def _selection(query: UsageQuery, ended: str) -> tuple[str, Row]:
     return where, tuple(value for _, value in bounds if value is not None)
 
 
-def usage_rows(query: UsageQuery, rows: Iterable[Row]) -> list[UsageRow]:
-    """The rows of a usage statement as the port's values; nothing found is no row."""
+def usage_rows(query: UsageQuery, rows: Sequence[Row]) -> list[UsageRow]:
+    """The rows of a usage statement as the port's values; nothing found is no row. Raises InvalidRequest for too many."""
+    check_group_count(query, len(rows))
     width = len(query.group_by)
     return [UsageRow(dict(zip(query.group_by, row, strict=False)), *row[width:]) for row in rows if row[width]]

@@ -31,7 +31,7 @@ from weir.ports import (
     UsageRow,
 )
 from weir.storage.ledger_audit import differing_balances
-from weir.storage.ledger_rows import check_groups, net_takes
+from weir.storage.ledger_rows import check_group_count, check_groups, net_takes
 from weir.units import Millis
 
 Operation: TypeAlias = Literal["open_epoch", "write", "find_execution", "usage", "verify", "prune", "count_rejections"]
@@ -69,6 +69,7 @@ class MemoryLedger:
         self._holds: dict[ExecutionId, HoldRecord] = {}
         self._latest: dict[tuple[str, str], HoldRecord] = {}
         self._steps: dict[ExecutionId, StepRecord] = {}
+        self._lost_delivered_max: dict[ExecutionId, int] = {}
         self._ends: dict[ExecutionId, EndRecord] = {}
         self._open: dict[ExecutionId, HoldRecord] = {}
         self._late: list[EndRecord] = []
@@ -109,7 +110,7 @@ class MemoryLedger:
         return self._stored(hold) if hold else None
 
     async def usage(self, query: UsageQuery) -> list[UsageRow]:
-        """Sums over the rows of ended executions, by the time they ended. Raises InvalidRequest for an unknown group."""
+        """Sums over the rows of ended executions, by the time they ended. Raises InvalidRequest."""
         check_groups(query.group_by)
         await self._begin("usage")
         sums: defaultdict[tuple[str, ...], list[int]] = defaultdict(lambda: [0] * 6)
@@ -118,6 +119,7 @@ class MemoryLedger:
                 columns = _usage_columns(hold, end)
                 total = sums[tuple(columns[name] for name in query.group_by)]
                 total[:] = map(sum, zip(total, _amounts(end), strict=True))
+        check_group_count(query, len(sums))
         return [UsageRow(dict(zip(query.group_by, group, strict=True)), *total) for group, total in sorted(sums.items())]
 
     async def verify(self) -> LedgerReport:
@@ -145,7 +147,7 @@ class MemoryLedger:
             await self._begin("prune")
             if epoch != self._epoch:
                 raise errors.StaleEpoch()
-            oldest = sorted(self._ends.items(), key=lambda entry: entry[1].seq)[:rows_max]
+            oldest = sorted(self._ends.items(), key=lambda entry: (entry[1].at_ms, entry[1].seq))[:rows_max]
             old = [(execution, end) for execution, end in oldest if end.at_ms < before_ms]
             for execution, end in old:
                 self._roll_up(execution, end)
@@ -161,6 +163,7 @@ class MemoryLedger:
         self._rolled_up.append((hold, msgspec.structs.replace(end, at_ms=ended_day_ms)))
         del self._ends[execution]
         self._steps.pop(execution, None)
+        self._lost_delivered_max.pop(execution, None)
         if self._latest.get((execution.tenant, execution.request_id)) is hold:
             del self._latest[execution.tenant, execution.request_id]
 
@@ -214,6 +217,9 @@ class MemoryLedger:
             if latest is None or latest.id.execution < execution.execution:
                 self._latest[execution.tenant, execution.request_id] = record
         elif isinstance(record, StepRecord):
+            before = self._steps.get(execution)
+            if before is not None and before.attempt < record.attempt:
+                self._lost_delivered_max[execution] = before.delivered_max
             self._steps[execution] = record
         elif (hold := self._open.pop(execution, None)) is None:
             self._late.append(record)
@@ -252,7 +258,9 @@ class MemoryLedger:
             attempt=step.attempt if step else 0,
             replica=step.replica if step else None,
             delivered_max=step.delivered_max if step else 0,
+            lost_delivered_max=self._lost_delivered_max.get(hold.id, 0),
             delivered_tokens=end.delivered_tokens if isinstance(end, SettleRecord) else 0,
+            tenant_tokens=end.tenant_input_tokens + end.tenant_output_tokens if isinstance(end, SettleRecord) else 0,
             input_tokens_held=hold.input_tokens,
             max_output_tokens=hold.max_output_tokens,
             choices=hold.choices,
@@ -336,6 +344,10 @@ class MemoryCatalog:
             prices=[self._prices[key] for key in sorted(self._prices)],
             **{name: [values[key] for key in sorted(values)] for name, values in self._entities.items()},
         )
+
+    async def version(self) -> int:
+        """The catalog's version, which every change raises by one."""
+        return self._version
 
     async def apply(self, expected_version: int, change: CatalogChange) -> int:
         """Apply a change if the catalog is still at expected_version; the new version. Raises AlreadyExists when it is not."""

@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from weir import errors
 from weir.ports import AuditEntry, Catalog, CatalogChange
 from weir.storage import catalog_transactions as work
+from weir.storage.postgres_address import parse_address
 from weir.storage.postgres_session import FAULTS, STATEMENT_MS, connect
 from weir.units import Millis
 
@@ -23,10 +24,10 @@ T = TypeVar("T")
 
 
 def create_postgres_engine(address: str, statement_ms: Millis = STATEMENT_MS) -> AsyncEngine:
-    """An engine on our own connections: few, and each asked whether it still lives before it is used."""
+    """An engine on our own connections: few, and each asked whether it still lives before it is used. Raises InvalidRequest."""
     return create_async_engine(
         "postgresql+asyncpg://",
-        async_creator=partial(connect, address, statement_ms),
+        async_creator=partial(connect, parse_address(address), statement_ms),
         pool_size=_CONNECTIONS,
         max_overflow=0,
         pool_timeout=statement_ms / 1000,
@@ -46,6 +47,10 @@ class PostgresCatalog:
     async def load(self) -> Catalog:
         """The whole catalog in one consistent read."""
         return await self._run(self._reading, work.load)
+
+    async def version(self) -> int:
+        """The catalog's version, which every change raises by one."""
+        return await self._run(self._engine, work.version)
 
     async def apply(self, expected_version: int, change: CatalogChange) -> int:
         """Apply a change if the catalog is still at expected_version; the new version. Raises AlreadyExists when it is not."""

@@ -9,9 +9,10 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from weir import errors
 from weir.storage.database import migrate
+from weir.storage.postgres_address import parse_address
 from weir.storage.postgres_catalog import PostgresCatalog, create_postgres_engine
 from weir.storage.postgres_ledger import PostgresLedger
-from weir.storage.postgres_session import FAULTS, shown_address, why_unusable
+from weir.storage.postgres_session import FAULTS, why_unusable
 from weir.storage.schema import METADATA
 from weir.units import Millis
 
@@ -35,7 +36,7 @@ async def open_postgres(address: str) -> tuple[PostgresLedger, PostgresCatalog]:
 
 async def prepare_postgres(address: str) -> None:
     """Bring a database to this version; starters wait for each other. Raises InvalidRequest, StateUnreadable."""
-    shown = shown_address(address)
+    shown = parse_address(address).shown
     engine = create_postgres_engine(address, _MIGRATION_MS)
     try:
         async with engine.begin() as connection:

@@ -5,7 +5,8 @@ repeatable, so that a group that overlaps an older write of its own is refused u
 It must never answer before the group is durable. A write whose outcome was lost may simply be repeated, as on SQLite.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from functools import partial
 from typing import Any
@@ -25,7 +26,12 @@ from weir.units import Millis
 
 VERIFY_MS: Millis = 600_000
 """A check reads the whole ledger."""
+RECOVERY_MS: Millis = 60_000
+"""A takeover reads all that is open, recent or in a present window, while nobody waits for a record."""
+REPORT_MS: Millis = 60_000
+"""A report reads every row of its range, on connections of its own: look-ups of requests do not wait for it."""
 _READERS = 4
+_REPORTERS = 2
 _PLANS = {
     "default_transaction_isolation": "repeatable read",
     # The tables grow faster than their statistics: plan once, hash what came with the group, find the rest by index.
@@ -39,11 +45,15 @@ _BY_INDEX = "SET LOCAL enable_nestloop = on; SET LOCAL enable_hashjoin = off"
 
 
 class PostgresLedger:
-    """LedgerStore on a migrated database. statement_ms: how long any statement but a check of the whole ledger may take."""
+    """LedgerStore on a migrated database. statement_ms: of any statement but a takeover's, a report's or a check's.
+
+    Raises InvalidRequest for an address that is none.
+    """
 
     def __init__(self, address: str, statement_ms: Millis = STATEMENT_MS) -> None:
         self._writer = PostgresSession(address, 1, statement_ms, statements.ROW_TYPES, **_PLANS)
         self._readers = PostgresSession(address, _READERS, statement_ms)
+        self._reports = PostgresSession(address, _REPORTERS, REPORT_MS)
         self._checks = PostgresSession(address, 1, VERIFY_MS)
 
     async def open_epoch(self, recent_since_ms: Millis) -> Recovery:
@@ -69,8 +79,8 @@ class PostgresLedger:
     async def usage(self, query: UsageQuery) -> list[UsageRow]:
         """Sums over the rows of ended executions, by the time they ended. Raises InvalidRequest, LedgerUnavailable."""
         statement, parameters = rows.usage_statement(query)
-        found = await self._readers.run(lambda database: database.fetch(statements.numbered(statement), *parameters))
-        return rows.usage_rows(query, [tuple(map(_whole, row)) for row in found])
+        found = await self._reports.run(lambda database: database.fetch(statements.numbered(statement), *parameters))
+        return await asyncio.to_thread(_usage_rows, query, found)
 
     async def verify(self) -> LedgerReport:
         """Recount everything in one consistent read, also while another process writes. Raises LedgerUnavailable."""
@@ -85,7 +95,7 @@ class PostgresLedger:
 
     async def late_records(self) -> int:
         """How many ends came for an execution that had none open. Raises LedgerUnavailable."""
-        return int(await self._readers.run(lambda database: database.fetchval("SELECT count(*) FROM ledger_late")))
+        return int(await self._reports.run(lambda database: database.fetchval("SELECT count(*) FROM ledger_late")))
 
     async def count_rejections(self, counts: Sequence[tuple[str, str, Millis, int]]) -> None:
         """Add (tenant, code, minute as wall-clock ms, number) to the rejection counters. Raises LedgerUnavailable."""
@@ -95,12 +105,12 @@ class PostgresLedger:
         """The rejection counters, by tenant, code and minute. Raises LedgerUnavailable."""
         where, parameters = ("WHERE tenant = $1", (tenant,)) if tenant is not None else ("", ())
         statement = f"SELECT tenant, code, minute_ms, number FROM rejection {where} ORDER BY tenant, code, minute_ms"
-        found = await self._readers.run(lambda database: database.fetch(statement, *parameters))
+        found = await self._reports.run(lambda database: database.fetch(statement, *parameters))
         return [(row[0], row[1], row[2], row[3]) for row in found]
 
     async def aclose(self) -> None:
         """Finish what was asked for and close every connection. Idempotent."""
-        for session in (self._writer, self._readers, self._checks):
+        for session in (self._writer, self._readers, self._reports, self._checks):
             await session.aclose()
 
 
@@ -110,9 +120,11 @@ async def _open_epoch(recent_since_ms: Millis, database: Connection) -> Recovery
         await database.execute(_BY_INDEX)
         cell = await database.fetchrow("UPDATE cell SET epoch = epoch + 1 RETURNING epoch, last_seq")
         assert cell is not None
-        balances = await database.fetch(statements.BALANCES, *floors_of(recent_since_ms))
-        open_executions = await database.fetch(statements.OPEN_EXECUTIONS)
-        takes = await database.fetch(statements.RECENT_TAKES, recent_since_ms)
+        await database.execute(f"SET LOCAL statement_timeout = {RECOVERY_MS}")
+        fetch = partial(database.fetch, timeout=RECOVERY_MS / 1000)
+        balances = await fetch(statements.BALANCES, *floors_of(recent_since_ms))
+        open_executions = await fetch(statements.OPEN_EXECUTIONS)
+        takes = await fetch(statements.RECENT_TAKES, recent_since_ms)
         return Recovery(
             epoch=cell["epoch"],
             next_seq=cell["last_seq"] + 1,
@@ -124,7 +136,9 @@ async def _open_epoch(recent_since_ms: Millis, database: Connection) -> Recovery
 
 async def _verify(database: Connection) -> LedgerReport:
     async with database.transaction(isolation="repeatable_read", readonly=True):
-        return await greenlet_spawn(ledger_audit.examine, lambda statement: await_only(database.fetch(statement)))
+        return await greenlet_spawn(
+            ledger_audit.examine, lambda statement, given: await_only(database.fetch(statements.numbered(statement), *given))
+        )
 
 
 async def _prune(epoch: int, before_ms: Millis, rows_max: int, database: Connection) -> int:
@@ -133,7 +147,7 @@ async def _prune(epoch: int, before_ms: Millis, rows_max: int, database: Connect
         await database.execute(_BY_INDEX)
         if await database.fetchval("UPDATE cell SET last_seq = last_seq WHERE epoch = $1 RETURNING epoch", epoch) is None:
             raise errors.StaleEpoch()
-        old = (await database.fetchval(statements.OLDEST_ENDED, rows_max, before_ms) or 0, before_ms)
+        old = (before_ms, rows_max)
         await database.execute(statements.ROLL_UP, *old)
         answers = [await database.execute(statement, *old) for statement in statements.PRUNE]
         pruned = int(answers[-1].rpartition(" ")[2])
@@ -167,6 +181,10 @@ def _storable(end: EndRecord) -> EndRecord:
         return end
     storable = detail.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
     return end if storable == detail else msgspec.structs.replace(end, error_detail=storable)
+
+
+def _usage_rows(query: UsageQuery, found: Iterable[Iterable[Any]]) -> list[UsageRow]:
+    return rows.usage_rows(query, [tuple(map(_whole, row)) for row in found])
 
 
 def _whole(value: Any) -> Any:

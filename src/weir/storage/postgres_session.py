@@ -13,10 +13,10 @@ from typing import TypeAlias, TypeVar
 import asyncpg
 from asyncpg.exceptions import ClientConfigurationError
 from asyncpg.exceptions._base import DataError as UnencodableError
-from sqlalchemy import URL, make_url
-from sqlalchemy.exc import ArgumentError
+from asyncpg.exceptions._base import InternalClientError
 
 from weir import errors
+from weir.storage.postgres_address import Address, parse_address
 from weir.units import Millis
 
 T = TypeVar("T")
@@ -31,8 +31,9 @@ _GRACE_MS: Millis = 1_000
 _IDLE_IN_TRANSACTION_MS: Millis = 10_000
 """A writer that is paused inside a transaction must not keep the cell's row from its successor."""
 
-FAULTS = (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError)
-"""Everything that the driver raises when the database, or the way to it, fails."""
+FAULTS = (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError, InternalClientError)
+"""Everything that the driver raises when the database, or the way to it, fails; also what it calls its own fault: a connection
+that is cut in the middle of an answer."""
 _DURABLE = "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'"
 _OUTCOME_UNKNOWN = ("08", "57P", "40003")
 """States in which the server may have committed before the connection ended."""
@@ -40,27 +41,7 @@ _BROKEN = ("22", "23")
 """States of rows that can never be written: they break an invariant."""
 
 
-def parse_address(address: str) -> URL:
-    """A PostgreSQL URL, checked. Raises InvalidRequest, which does not quote it: it may hold a password."""
-    try:
-        url = make_url(address)
-    except (ArgumentError, ValueError):
-        url = None
-    if url is None or url.drivername not in ("postgresql", "postgres") or not url.database:
-        raise errors.InvalidRequest(
-            "The database address must be postgresql://USER@HOST:PORT/DATABASE.",
-            members={"field": "store.url", "accepted": "a PostgreSQL URL"},
-        )
-    return url
-
-
-def shown_address(address: str) -> str:
-    """Where a database is, without user, password or parameters. Raises InvalidRequest."""
-    url = parse_address(address)
-    return f"{url.host or 'local'}:{url.port or 5432}/{url.database}"
-
-
-async def connect(address: str, statement_ms: Millis = STATEMENT_MS, opening: str = "", **settings: str) -> Connection:
+async def connect(address: Address, statement_ms: Millis = STATEMENT_MS, opening: str = "", **settings: str) -> Connection:
     """A durable connection whose statements are bounded, on the server and here. opening: SQL first. Raises one of FAULTS."""
     bounds = {
         "application_name": "weir",
@@ -68,14 +49,19 @@ async def connect(address: str, statement_ms: Millis = STATEMENT_MS, opening: st
         "statement_timeout": str(statement_ms),
         "idle_in_transaction_session_timeout": str(_IDLE_IN_TRANSACTION_MS),
     }
-    connection: Connection = await asyncpg.connect(
-        address,
-        timeout=CONNECT_MS / 1000,
-        command_timeout=(statement_ms + _GRACE_MS) / 1000,
-        max_cacheable_statement_size=0,  # no bound: ours are few and long
-        max_cached_statement_lifetime=0,
-        server_settings=bounds | settings,
-    )
+    try:
+        connection: Connection = await asyncpg.connect(
+            **address.arguments(),
+            timeout=CONNECT_MS / 1000,
+            command_timeout=(statement_ms + _GRACE_MS) / 1000,
+            max_cacheable_statement_size=0,  # no bound: ours are few and long
+            max_cached_statement_lifetime=0,
+            server_settings=bounds | settings,
+        )
+    except FAULTS:
+        raise
+    except (ValueError, OverflowError, KeyError) as fault:  # an odd host name, a setting of the environment, an unknown user
+        raise ClientConfigurationError("an address or a setting that cannot be one") from fault
     try:
         await connection.execute(f"{_DURABLE}; {opening}")
     except BaseException:
@@ -85,12 +71,15 @@ async def connect(address: str, statement_ms: Millis = STATEMENT_MS, opening: st
 
 
 class PostgresSession:
-    """connections: how many pieces of work run at once. opening: SQL for each new one. settings: of the server, for them."""
+    """connections: how many pieces of work run at once. opening: SQL for each new one. settings: of the server, for them.
+
+    Raises InvalidRequest for an address that is none.
+    """
 
     def __init__(
         self, address: str, connections: int = 1, statement_ms: Millis = STATEMENT_MS, opening: str = "", **settings: str
     ) -> None:
-        self._address = address
+        self._address = parse_address(address)
         self._statement_ms = statement_ms
         self._opening = opening
         self._settings = settings

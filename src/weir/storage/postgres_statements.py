@@ -129,7 +129,6 @@ OPEN_EXECUTIONS = rows.OPEN_EXECUTIONS
 BALANCES = numbered(rows.BALANCES)
 RECENT_TAKES = numbered(rows.RECENT_TAKES)
 ADD_REJECTIONS = numbered(rows.ADD_REJECTIONS)
-OLDEST_ENDED = numbered(rows.OLDEST_ENDED)
 ROLL_UP = numbered(rows.ROLL_UP)
 PRUNE = tuple(numbered(statement) for statement in rows.PRUNE)
 PRUNE_OTHERS = (numbered(rows.PRUNE_LATE), numbered(rows.PRUNE_REJECTIONS))

@@ -103,6 +103,7 @@ LEDGER_SETTLEMENT = Table(
     *(Column(name, Text) for name in ("error_code", "error_detail")),
     Index("ledger_settlement_hold", "hold_seq", unique=True),
     Index("ledger_settlement_tenant_at", "tenant", "at_ms"),
+    Index("ledger_settlement_at", "at_ms", "seq"),
 )
 
 LEDGER_LATE = Table(
@@ -121,6 +122,7 @@ LEDGER_BALANCE = Table(
     *_texts("tenant", "application", "key", "alias", "budget_window"),
     *_numbers("spent_microusd", "spent_tokens"),
     PrimaryKeyConstraint("tenant", "application", "key", "alias", "budget_window"),
+    Index("ledger_balance_window", "budget_window"),
     sqlite_with_rowid=False,
 )
 

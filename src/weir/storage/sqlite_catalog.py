@@ -42,6 +42,10 @@ class SqliteCatalog:
         """The whole catalog in one consistent read."""
         return await self._thread.run(work.load)
 
+    async def version(self) -> int:
+        """The catalog's version, which every change raises by one."""
+        return await self._thread.run(work.version)
+
     async def apply(self, expected_version: int, change: CatalogChange) -> int:
         """Apply a change if the catalog is still at expected_version; the new version. Raises AlreadyExists when it is not."""
         return await self._thread.run(partial(work.apply, expected_version, change))

@@ -69,8 +69,9 @@ class SqliteLedger:
     async def usage(self, query: UsageQuery) -> list[UsageRow]:
         """Sums over the rows of ended executions, by the time they ended. Raises InvalidRequest, LedgerUnavailable."""
         statement, parameters = rows.usage_statement(query)
-        found = await self._reports.run(lambda database: database.execute(statement, parameters).fetchall())
-        return rows.usage_rows(query, found)
+        return await self._reports.run(
+            lambda database: rows.usage_rows(query, database.execute(statement, parameters).fetchall())
+        )
 
     async def verify(self) -> LedgerReport:
         """Recount everything in one consistent read, also while another process writes. Raises LedgerUnavailable."""
@@ -178,7 +179,7 @@ def _write_ends(database: sqlite3.Connection, epoch: int, ends: Sequence[EndReco
 def _verify(database: sqlite3.Connection) -> LedgerReport:
     database.execute("BEGIN")
     try:
-        return ledger_audit.examine(lambda statement: database.execute(statement).fetchall())
+        return ledger_audit.examine(lambda statement, given: database.execute(statement, given).fetchall())
     finally:
         database.execute("ROLLBACK")
 
@@ -187,7 +188,7 @@ def _prune(epoch: int, before_ms: Millis, rows_max: int, database: sqlite3.Conne
     database.execute("BEGIN IMMEDIATE")
     if database.execute("SELECT epoch FROM cell").fetchone() != (epoch,):
         raise errors.StaleEpoch()
-    old = (database.execute(rows.OLDEST_ENDED, (rows_max, before_ms)).fetchone()[0] or 0, before_ms)
+    old = (before_ms, rows_max)
     database.execute(rows.ROLL_UP, old)
     pruned = [database.execute(statement, old).rowcount for statement in rows.PRUNE][-1]
     if pruned < rows_max:  # these have no index by time: once a sweep is enough

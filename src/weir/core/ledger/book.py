@@ -24,7 +24,7 @@ from weir.core.ledger.account import BUDGETS, MINUTE_LIMITS, REQUESTS_PER_MINUTE
 from weir.core.ledger.bucket import Bucket
 from weir.core.ledger.records import BucketTake
 from weir.core.metering import Charge, Worst
-from weir.core.tenancy import Limits, Scope, Scopes, scopes_of
+from weir.core.tenancy import UNLIMITED, Limits, Scope, Scopes, scopes_of
 from weir.core.windows import LIFETIME_WINDOW, Calendar, Zones
 from weir.units import MicroDollars, Millis, Moment, Nanos, Tokens, ceil_ms_from_ns
 
@@ -72,6 +72,7 @@ class Book:
         self._paths: dict[_Leaf, tuple[Account, ...]] = {}
         self._calendars: dict[str, Calendar] = {}
         self._zones: Mapping[str, Zones] = {}
+        self._resumed_ms: Millis | None = None
         self._holds: dict[Hashable, _OpenHold] = {}
 
     # ── configuration ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -84,16 +85,16 @@ class Book:
         self._zones = zones
         for tenant, calendar in self._calendars.items():
             calendar.set_zones(zones.get(tenant, Zones()))
-        wanted = {scope: entry for scope, entry in limits.items() if not entry.is_empty}
-        for scope in [scope for scope in self._limited if scope not in wanted]:
-            self._limited.pop(scope).set_limits(Limits(), now_ns)
-        for scope, entry in wanted.items():
+        for scope, entry in _changes(self._limited, limits):
             account = self._limited.get(scope)
-            if account is None:
+            if account is None and not entry.is_empty:
                 account = self._limited[scope] = self._new_account(scope)
-            if account.limits != entry:
+                self._paths.clear()
+            if account is not None and account.limits != entry:
                 account.set_limits(entry, now_ns)
-        self._paths.clear()
+            if account is not None and entry.is_empty:
+                del self._limited[scope]
+                self._paths.clear()
 
     def _new_account(self, scope: Scope) -> Account:
         """The account of a scope as if it had always been there."""
@@ -134,9 +135,15 @@ class Book:
         calendar = self._calendars.get(tenant)
         if calendar is None:
             calendar = self._calendars[tenant] = Calendar(self._zones.get(tenant, Zones()))
+            if self._resumed_ms is not None:
+                calendar.windows(self._resumed_ms)
         return calendar
 
     # ── recovery ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def resume(self, wall_ms: Millis) -> None:
+        """The wall clock at a restart: windows that were over then were not read from the store, so none of them comes back."""
+        self._resumed_ms = wall_ms
 
     def restore_balance(self, leaf: Scope, window: str, microusd: MicroDollars, tokens: Tokens) -> None:
         """Count a leaf's stored balance in. leaf: a scope with all four fields set."""
@@ -149,8 +156,7 @@ class Book:
         account = self._limited.get(Scope(tenant, take.application, take.key, take.alias))
         bucket = account.buckets.get(take.limit) if account else None
         if bucket is not None:
-            bucket.take(object(), take.units, at_ns)
-            bucket.change_rate(bucket.rate, at_ns)  # taken under a higher limit, it counts as under this one: clamped
+            bucket.restore(take.units, at_ns)
 
     # ── the one step of admission ────────────────────────────────────────────────────────────────────────────────────
 
@@ -235,6 +241,24 @@ class Book:
             if _contains(scope, leaf.scope):
                 total.add(leaf.balance(window))
         return total
+
+
+def _changes(limited: Mapping[Scope, Account], limits: Mapping[Scope, Limits]) -> list[tuple[Scope, Limits]]:
+    """What may differ from what is in force; what is absent as unlimited.
+
+    Entries that are the objects in force, in their order, are passed by without a look-up: 100,000 take milliseconds.
+    """
+    changes: list[tuple[Scope, Limits]] = []
+    entries = iter(limits.items())
+    entry = next(entries, None)
+    for scope, account in limited.items():
+        if entry is not None and entry[0] is scope:
+            if entry[1] is not account.limits:
+                changes.append(entry)
+            entry = next(entries, None)
+        elif scope not in limits:
+            changes.append((scope, UNLIMITED))
+    return changes if entry is None else [*changes, entry, *entries]
 
 
 def _is_leaf(scope: Scope) -> bool:

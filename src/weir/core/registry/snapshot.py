@@ -37,7 +37,9 @@ class Snapshot:
     def __post_init__(self) -> None:
         object.__setattr__(self, "revoked_keys", frozenset(key.id for key in self.keys.values() if key.revoked))
         for name in ("tenants", "applications", "keys", "aliases", "revisions", "pools", "limits", "prices"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+            content = getattr(self, name)
+            if not isinstance(content, MappingProxyType):  # one of another snapshot's is shared: nobody can change it
+                object.__setattr__(self, name, MappingProxyType(dict(content)))
 
     def authenticate(self, presented: str) -> Principal:
         """The caller behind a key. Raises Unauthenticated, Revoked, or Forbidden for a disabled tenant."""

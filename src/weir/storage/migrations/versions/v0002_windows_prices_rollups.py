@@ -15,6 +15,8 @@ def upgrade() -> None:
     _keep_prices()
     op.add_column("tenant", sa.Column("former_time_zones", sa.JSON, nullable=False, server_default="[]"))
     op.drop_column("ledger_hold", "window_takes")
+    op.create_index("ledger_settlement_at", "ledger_settlement", ["at_ms", "seq"])
+    op.create_index("ledger_balance_window", "ledger_balance", ["budget_window"])
     _name_windows()
 
 
