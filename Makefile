@@ -115,7 +115,9 @@ test: postgres check models ## Everything that CI runs
 	$(call say,links)
 	@$(BIN)/python tools/check_links.py
 	$(call say,tests in parallel; every branch of the core)
-	@$(PYTEST) -n $(WORKERS) --ignore=tests/e2e --ignore=tests/docs -m "$(FAST)" tests --cov --cov-fail-under=100
+	@$(PYTEST) -n $(WORKERS) -m "$(FAST)" tests/unit tests/property tests/contract --cov --cov-fail-under=100
+	$(call say,simulated worlds; many endings of real processes)
+	@$(PYTEST) -n $(WORKERS) -m "$(FAST)" tests/simulation tests/soak
 	$(call say,real engines)
 	@$(PYTEST) --ignore=tests/e2e -m "model and not slow" tests
 	$(call say,end to end)
@@ -143,7 +145,7 @@ soak: postgres setup models ## Full sizes: five runs of `make test`, then the lo
 	$(call say,fresh examples for every property)
 	@WEIR_SOAK=1 $(PYTEST) -n $(WORKERS) tests/property
 	$(call say,long tests)
-	@WEIR_SOAK=1 timeout --signal=INT --kill-after=60 14400 $(BIN)/python -m pytest -m slow tests
+	@WEIR_SOAK=1 timeout --signal=INT --kill-after=60 14400 $(BIN)/python -m pytest -n $(WORKERS) -m slow tests
 
 ##@ Measure
 

@@ -123,12 +123,15 @@ class Coordinator:
 
     async def run(self) -> None:
         """Write the journal and tick until `close`. A failure ends every task of the coordinator."""
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            loops = [tasks.create_task(self._store_watch.run()), tasks.create_task(self._rejections.run())]
-            await self._journal.run()
-            for task in loops:
-                task.cancel()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                loops = [tasks.create_task(self._store_watch.run()), tasks.create_task(self._rejections.run())]
+                await self._journal.run()
+                for task in loops:
+                    task.cancel()
+        finally:
+            self._closed = True  # also after a failure: nothing is started any more, and nothing admitted
         await self._rejections.flush()
 
     def close(self) -> None:

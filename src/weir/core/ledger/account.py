@@ -125,11 +125,9 @@ class Account:
             balance.held_tokens += tokens
 
     def _forget_past(self, present: tuple[str, ...]) -> None:
-        """Drop windows that are over and hold nothing: nothing is admitted against them any more."""
-        past = [name for name, balance in self.windows.items() if name not in present and not balance.held_tokens]
-        for name in past:
-            if not self.windows[name].held_microusd:
-                del self.windows[name]
+        """Drop windows that are over and hold nothing: nothing is admitted against them any more. Every hold has tokens."""
+        for name in [name for name, balance in self.windows.items() if name not in present and not balance.held_tokens]:
+            del self.windows[name]
 
     def end(self, windows: tuple[str, ...], worst: Worst, spent_microusd: MicroDollars, spent_tokens: Tokens) -> None:
         """A hold ended: give it back and count what was spent."""
