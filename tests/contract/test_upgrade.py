@@ -1,0 +1,165 @@
+"""A database that the first schema wrote, with money in it, opened by this version: nothing is lost, and the books agree."""
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection
+from tests.contract.stores import T0_MS
+from tests.postgres_server import shared_server
+
+from weir.core.metering import Price
+from weir.core.registry.model import RevisionPrice
+from weir.ports import ControlStore, LedgerStore, UsageQuery
+from weir.storage import database
+from weir.storage.database import open_sqlite
+from weir.storage.postgres_catalog import create_postgres_engine
+from weir.storage.postgres_database import open_postgres
+from weir.storage.sqlite_catalog import create_sqlite_engine
+from weir.storage.sqlite_ledger import connect
+
+MIGRATIONS = Path(database.__file__).parent / "migrations"
+DIMENSIONS = {
+    "tenant": "acme",
+    "application": "app",
+    "key": "key",
+    "alias": "assistant",
+    "revision": "rev-1",
+    "pool": "pool-1",
+    "service_class": "interactive",
+    "workload_class": "short",
+    "surface": "native",
+    "stream": True,
+    "price_version": 3,
+    "window_names": "lifetime",
+    "execution": 1,
+    "epoch": 1,
+}
+HOLD = {
+    **DIMENSIONS,
+    "at_ms": T0_MS,
+    "body_digest": b"digest",
+    "input_tokens": 100,
+    "input_basis": "exact",
+    "max_output_tokens": 200,
+    "choices": 1,
+    "held_microusd": 140,
+    "window_takes": b"[]",
+    "deadline_at_ms": T0_MS + 60_000,
+    "gateway_session": "gateway",
+}
+ENDED = {
+    **DIMENSIONS,
+    "at_ms": T0_MS + 1_000,
+    "day": "2026-01-01",
+    "attempt": 1,
+    "replica": "replica",
+    "status": "completed",
+    "finish_reason": "stop",
+    "basis": "engine",
+    "input_tokens": 100,
+    "cached_input_tokens": 0,
+    "output_tokens": 50,
+    "delivered_tokens": 50,
+    "tenant_input_tokens": 100,
+    "tenant_cached_input_tokens": 0,
+    "tenant_output_tokens": 50,
+    "cost_microusd": 50,
+    "platform_microusd": 0,
+}
+STEP = {"attempt": 1, "replica": "replica", "delivered_max": 64}
+ROWS: list[tuple[str, Mapping[str, Any]]] = [
+    ("tenant", {"name": "acme", "time_zone": "Asia/Tokyo", "disabled": False, "revoked": False, "external_allowed": False}),
+    (
+        "revision",
+        {
+            "id": "rev-1",
+            "engine": "simulated",
+            "artifact": "a",
+            "context_tokens": 2_048,
+            "max_output_tokens": 1_024,
+            "typical_output_tokens": 128,
+            "price_version": 3,
+            "price_input_microusd": 200_000,
+            "price_cached_input_microusd": 50_000,
+            "price_output_microusd": 600_000,
+            "chat": True,
+            "external": False,
+            "revoked": False,
+        },
+    ),
+    ("ledger_hold", {**HOLD, "seq": 1, "request_id": "ended", "generation_id": "gen-1"}),
+    ("ledger_step", {**STEP, "hold_seq": 1, "seq": 2}),
+    ("ledger_settlement", {**ENDED, "seq": 3, "hold_seq": 1, "request_id": "ended"}),
+    ("ledger_hold", {**HOLD, "seq": 4, "request_id": "open", "generation_id": "gen-2"}),
+    ("ledger_open", {"hold_seq": 4}),
+    ("ledger_step", {**STEP, "hold_seq": 4, "seq": 5}),
+    (
+        "ledger_balance",
+        {
+            "tenant": "acme",
+            "application": "app",
+            "key": "key",
+            "alias": "assistant",
+            "budget_window": "lifetime",
+            "spent_microusd": 50,
+            "spent_tokens": 150,
+        },
+    ),
+]
+
+
+def _write_as_the_first_schema(connection: Connection) -> None:
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", str(MIGRATIONS))
+    command.upgrade(config, "0001")
+    connection.execute(sa.text("UPDATE cell SET epoch = 1, last_seq = 5"))
+    for table, row in ROWS:
+        names = ", ".join(row)
+        values = ", ".join(f":{name}" for name in row)
+        connection.execute(sa.text(f"INSERT INTO {table} ({names}) VALUES ({values})"), dict(row))
+
+
+async def _sqlite(folder: Path) -> tuple[LedgerStore, ControlStore]:
+    path = folder / "weir.sqlite3"
+    path.touch()
+    with create_sqlite_engine(partial(connect, path)).begin() as connection:
+        _write_as_the_first_schema(connection)
+    return await asyncio.to_thread(open_sqlite, path)
+
+
+async def _postgres(_: Path) -> tuple[LedgerStore, ControlStore]:
+    address = shared_server().create_database()
+    engine = create_postgres_engine(address)
+    async with engine.begin() as connection:
+        await connection.run_sync(_write_as_the_first_schema)
+    await engine.dispose()
+    return await open_postgres(address)
+
+
+@pytest.mark.parametrize("opening", [_sqlite, _postgres])
+async def test_what_the_first_schema_wrote_is_kept(opening: Any, tmp_path: Path) -> None:
+    """Protects an upgrade with money in the books: usage, balances, prices and open holds stay, and the check is clean."""
+    ledger, catalog = await opening(tmp_path)
+    try:
+        recovery = await ledger.open_epoch(T0_MS)
+        assert (recovery.epoch, recovery.next_seq) == (2, 6)
+        assert [(balance.window, balance.spent_microusd) for balance in recovery.balances] == [("lifetime", 50)]
+        [held] = recovery.open_executions
+        assert (held.id.request_id, held.delivered_max, held.price_version) == ("open", 64, 3)
+        [usage] = await ledger.usage(UsageQuery(group_by=("day",)))
+        assert (usage.group, usage.requests, usage.cost_microusd) == ({"day": "2026-01-01"}, 1, 50)
+        loaded = await catalog.load()
+        assert loaded.prices == [RevisionPrice("rev-1", Price(3, 200_000, 50_000, 600_000))]
+        assert (loaded.tenants[0].time_zone, loaded.tenants[0].former_time_zones) == ("Asia/Tokyo", ())
+        report = await ledger.verify()
+        assert report.is_clean and (report.holds, report.open_holds) == (2, 1)
+    finally:
+        await ledger.aclose()
+        await catalog.aclose()
