@@ -21,19 +21,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
+from tests.contract.stores import execution, hold, settle, step
 from tests.postgres_server import PostgresServer
 
 from benchmarks.measures import DELAYS, take
 from benchmarks.programs import BUILD, ROOT, build, run_engine, run_weir
 from weir.clock import SystemClock
 from weir.coordinator.journal import Journal
-from weir.core.endings import FinishReason, Status
 from weir.core.ledger.book import Book, Taken
-from weir.core.ledger.records import ExecutionId, HoldRecord, SettleRecord, StepRecord, Timing
-from weir.core.metering import Basis, Charge, InputBasis, Price, Worst, worst_case
-from weir.core.tenancy import Limits, Scope, ServiceClass, scopes_of
+from weir.core.ledger.records import BucketTake, ExecutionId, HoldRecord, SettleRecord, StepRecord
+from weir.core.metering import Charge, Price, Worst, worst_case
+from weir.core.tenancy import Limits, Scope, scopes_of
 from weir.ports import LedgerStore
 from weir.storage.database import open_sqlite
 from weir.storage.memory import MemoryLedger
@@ -78,9 +79,8 @@ class Ledgered:
         assert self.book.check(scopes, worst, now) is None
         named = ExecutionId(scopes[0].tenant, f"{self.epoch}-{number}", 1)
         taken = self.book.take(named, scopes, worst, now)
-        return hold_record(self.journal.next_seq(), named, scopes[-1], worst, taken, now), step_record(
-            self.journal.next_seq(), named
-        )
+        held = hold_record(self.journal.next_seq(), named, scopes[-1], worst, taken, now)
+        return held, step(self.journal.next_seq(), named, delivered_max=200)
 
     def settle(self, named: ExecutionId) -> SettleRecord:
         """End the hold, and the record of it."""
@@ -89,20 +89,20 @@ class Ledgered:
 
     async def grouped(self, number: int) -> None:
         """One lifecycle through the journal."""
-        hold, step = self.hold(number)
+        held, dispatched = self.hold(number)
         durable = self.loop.create_future()
-        self.journal.append(hold)
-        self.journal.append(step, lambda: durable.set_result(None))
+        self.journal.append(held)
+        self.journal.append(dispatched, lambda: durable.set_result(None))
         await durable
         ended = self.loop.create_future()
-        self.journal.append(self.settle(hold.id), lambda: ended.set_result(None))
+        self.journal.append(self.settle(held.id), lambda: ended.set_result(None))
         await ended
 
     async def naive(self, number: int) -> None:
         """One lifecycle with two transactions of its own."""
-        await self.store.write(self.epoch, self.hold(number))
-        named = ExecutionId(SCOPES[number % len(SCOPES)][0].tenant, f"{self.epoch}-{number}", 1)
-        await self.store.write(self.epoch, (self.settle(named),))
+        held, dispatched = self.hold(number)
+        await self.store.write(self.epoch, (held, dispatched))
+        await self.store.write(self.epoch, (self.settle(held.id),))
 
 
 async def harness(_: int) -> None:
@@ -113,65 +113,39 @@ async def harness(_: int) -> None:
         await done
 
 
+HELD = msgspec.structs.replace(hold(1, execution()), max_output_tokens=200, choices=1, price_version=1)
+ENDED = msgspec.structs.replace(
+    settle(3, execution(), cost=CHARGE.cost_microusd),
+    input_tokens=CHARGE.tenant_input_tokens,
+    cached_input_tokens=0,
+    output_tokens=CHARGE.tenant_output_tokens,
+    delivered_tokens=CHARGE.tenant_output_tokens,
+    tenant_input_tokens=CHARGE.tenant_input_tokens,
+    tenant_cached_input_tokens=0,
+    tenant_output_tokens=CHARGE.tenant_output_tokens,
+    platform_microusd=0,
+)
+"""A short request's records; what differs between requests is filled in."""
+
+
 def hold_record(seq: int, named: ExecutionId, leaf: Scope, worst: Worst, taken: Taken, now: Moment) -> HoldRecord:
-    """A short request's hold."""
-    assert leaf.application and leaf.key and leaf.alias
-    return HoldRecord(
+    """A request's hold."""
+    return msgspec.structs.replace(
+        HELD,
         seq=seq,
         at_ms=now.wall_ms,
         id=named,
-        generation_id=f"gen-{named.request_id}",
-        body_digest=b"0123456789abcdef0123456789abcdef",
         application=leaf.application,
         key=leaf.key,
-        alias=leaf.alias,
-        revision="revision",
-        pool="pool",
-        service_class=ServiceClass.INTERACTIVE,
-        workload_class="short",
-        surface="native",
-        stream=True,
-        input_tokens=100,
-        input_basis=InputBasis.EXACT,
-        max_output_tokens=200,
-        choices=1,
-        price_version=1,
         held_microusd=worst.cost_microusd,
         windows=taken.windows,
         takes=taken.takes,
-        deadline_at_ms=now.wall_ms + 60_000,
-        gateway_session="gateway",
     )
 
 
-def step_record(seq: int, named: ExecutionId) -> StepRecord:
-    """Its dispatch."""
-    return StepRecord(seq, named, 1, "replica", 200)
-
-
-def settle_record(seq: int, named: ExecutionId, returns: Any, at_ms: int) -> SettleRecord:
+def settle_record(seq: int, named: ExecutionId, returns: tuple[BucketTake, ...], at_ms: int) -> SettleRecord:
     """Its end."""
-    return SettleRecord(
-        seq=seq,
-        at_ms=at_ms,
-        id=named,
-        attempt=1,
-        replica="replica",
-        status=Status.COMPLETED,
-        finish_reason=FinishReason.STOP,
-        basis=Basis.ENGINE,
-        input_tokens=100,
-        cached_input_tokens=0,
-        output_tokens=60,
-        delivered_tokens=60,
-        tenant_input_tokens=100,
-        tenant_cached_input_tokens=0,
-        tenant_output_tokens=60,
-        cost_microusd=56,
-        platform_microusd=0,
-        returns=returns,
-        timing=Timing(1.0, 30.0, 10.0, 700.0),
-    )
+    return msgspec.structs.replace(ENDED, seq=seq, at_ms=at_ms, id=named, returns=returns)
 
 
 # ── measures ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx2
+import msgspec
 import uvicorn
+from tests.contract.stores import hold, settle, step
 
 from weir import errors
 from weir.api.admin import AdminParts, create_admin_app
@@ -17,11 +19,11 @@ from weir.control.cell_view import PoolReport, ReplicaReport
 from weir.control.commands import Commands
 from weir.control.declared_models import DeclaredModels
 from weir.core.endings import FinishReason, Status
-from weir.core.ledger.records import ExecutionId, HoldRecord, SettleRecord, StepRecord, Timing
-from weir.core.metering import Basis, InputBasis
+from weir.core.ledger.records import ExecutionId, Timing
+from weir.core.metering import Basis
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
-from weir.core.tenancy import Role, ServiceClass
+from weir.core.tenancy import Role
 from weir.messages import GenerationRecord
 from weir.ports import Acknowledgement, LedgerStore
 from weir.storage.memory import MemoryCatalog, MemoryLedger
@@ -167,41 +169,18 @@ async def book_usage(ledger: LedgerStore) -> None:
     """One settled request of acme at noon: 100 tokens in (40 cached), 50 out, 44 micro-dollars."""
     recovery = await ledger.open_epoch(0)
     execution = ExecutionId("acme", "r:1", 1)
-    hold = HoldRecord(
-        seq=1,
-        at_ms=NOON_MS,
-        id=execution,
-        generation_id="gen-1",
-        body_digest=b"digest",
+    held = msgspec.structs.replace(
+        hold(1, execution, at_ms=NOON_MS, key="k", windows=("day/2023-11-15", "month/2023-11", "lifetime")),
         application="assistant",
-        key="k",
-        alias="assistant",
         revision="small-1",
-        pool="small",
-        service_class=ServiceClass.INTERACTIVE,
-        workload_class="short",
-        surface="native",
-        stream=True,
-        input_tokens=100,
-        input_basis=InputBasis.EXACT,
         max_output_tokens=64,
         choices=1,
         price_version=1,
         held_microusd=60,
-        windows=("day/2023-11-15", "month/2023-11", "lifetime"),
         takes=(),
-        deadline_at_ms=NOON_MS + 60_000,
-        gateway_session="gateway",
     )
-    settled = SettleRecord(
-        seq=3,
-        at_ms=NOON_MS,
-        id=execution,
-        attempt=1,
-        replica="r-1",
-        status=Status.COMPLETED,
-        finish_reason=FinishReason.STOP,
-        basis=Basis.ENGINE,
+    settled = msgspec.structs.replace(
+        settle(3, execution, at_ms=NOON_MS, cost=44),
         input_tokens=100,
         cached_input_tokens=40,
         output_tokens=50,
@@ -209,9 +188,6 @@ async def book_usage(ledger: LedgerStore) -> None:
         tenant_input_tokens=100,
         tenant_cached_input_tokens=40,
         tenant_output_tokens=50,
-        cost_microusd=44,
         platform_microusd=0,
-        returns=(),
-        timing=Timing(),
     )
-    await ledger.write(recovery.epoch, [hold, StepRecord(2, execution, 1, "r-1", 64), settled])
+    await ledger.write(recovery.epoch, [held, step(2, execution), settled])

@@ -165,7 +165,7 @@ async def test_a_group_written_again_changes_nothing(ledger: AnyLedger) -> None:
     recovery = await ledger.open_epoch(0)
     assert recovery.next_seq == 5
     assert recovery.balances == [LeafBalance("acme", "app", "key", "assistant", window, 40, 100) for window in sorted(WINDOWS)]
-    assert await ledger.late_records() == 0
+    assert (await ledger.verify()).late == 0
 
 
 async def test_the_first_end_counts_and_later_ones_are_kept_aside(ledger: AnyLedger) -> None:
@@ -173,7 +173,7 @@ async def test_the_first_end_counts_and_later_ones_are_kept_aside(ledger: AnyLed
     epoch, named = (await ledger.open_epoch(0)).epoch, execution()
     await ledger.write(epoch, [hold(1, named), step(2, named), settle(3, named, cost=40), settle(4, named, cost=999)])
     await ledger.write(epoch, [release(5, named), settle(6, execution("unknown"), cost=999)])
-    assert await ledger.late_records() == 3
+    assert (await ledger.verify()).late == 3
     found = await ledger.find_execution("acme", "r")
     assert found is not None
     assert (found.record.status, found.record.cost_microusd) == (Status.COMPLETED, 40)
@@ -397,7 +397,7 @@ async def observed(cell: Cell, groups: list[list[LedgerRecord]]) -> tuple[Recove
         usage = await ledger.usage(UsageQuery(group_by=USAGE_GROUPS))
         names = sorted({(record.id.tenant, record.id.request_id) for group in groups for record in group})
         found: list[object] = [await ledger.find_execution(*name) for name in names]
-        return recovery, usage, await ledger.late_records(), found
+        return recovery, usage, (await ledger.verify()).late, found
 
 
 @settings(max_examples=40, deadline=None)

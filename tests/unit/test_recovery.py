@@ -2,13 +2,14 @@
 
 import asyncio
 
+import msgspec
 import pytest
+from tests.contract.stores import hold
 
 from weir import errors
 from weir.coordinator.recovery import Recovered, recover
 from weir.core.ledger.records import BucketTake, ExecutionId, HoldRecord, LedgerRecord, SettleRecord, StepRecord
-from weir.core.metering import InputBasis
-from weir.core.tenancy import Limits, Scope, ServiceClass, scopes_of
+from weir.core.tenancy import Limits, Scope, scopes_of
 from weir.sim.faults import StepClock
 from weir.sim.virtual_loop import VirtualLoop, run
 from weir.sim.world import REVISION, Spec, first_snapshot
@@ -19,31 +20,14 @@ LIMITS = {Scope("tenant-0"): Limits(tokens_per_minute=600)}
 
 
 def _hold(seq: int, name: str, at_ms: int) -> HoldRecord:
-    return HoldRecord(
-        seq=seq,
-        at_ms=at_ms,
-        id=ExecutionId("tenant-0", name, 1),
-        generation_id=f"gen-{name}",
-        body_digest=b"",
-        application="app",
-        key="000000000000",
-        alias="assistant",
+    return msgspec.structs.replace(
+        hold(seq, ExecutionId("tenant-0", name, 1), at_ms=at_ms, key="000000000000"),
         revision=REVISION.id,
-        pool="pool",
-        service_class=ServiceClass.INTERACTIVE,
-        workload_class="short",
-        surface="sim",
-        stream=True,
-        input_tokens=100,
-        input_basis=InputBasis.EXACT,
         max_output_tokens=200,
         choices=1,
         price_version=1,
         held_microusd=140,
-        windows=("day/2026-01-01", "month/2026-01", "lifetime"),
         takes=(BucketTake(None, None, None, "tokens_per_minute", 300),),
-        deadline_at_ms=at_ms + 60_000,
-        gateway_session="gateway",
     )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from weir.core.sse import SseDecoder, encode_event
+from weir.core.sse import SseDecoder
 from weir.errors import EngineError
 
 
@@ -57,9 +57,3 @@ def test_an_event_without_an_end_is_bounded() -> None:
     decoder.feed(b"x" * 21)
     with pytest.raises(EngineError):
         decoder.feed(b"x")
-
-
-def test_encoding() -> None:
-    """Events carry id and name before their data, and each line of the data is a data line."""
-    assert encode_event(b"{}") == b"data: {}\n\n"
-    assert encode_event(b"a\nb", name="output", event_id=0) == b"id: 0\nevent: output\ndata: a\ndata: b\n\n"

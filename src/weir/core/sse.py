@@ -49,13 +49,6 @@ class SseDecoder:
         return chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
 
-def encode_event(data: bytes, *, name: str | None = None, event_id: int | None = None) -> bytes:
-    """One event as bytes. data: any payload without CR; each of its lines becomes a data line. name: one line."""
-    assert b"\r" not in data and (name is None or name.isprintable())
-    head = (f"id: {event_id}\n" if event_id is not None else "") + (f"event: {name}\n" if name is not None else "")
-    return b"%bdata: %b\n\n" % (head.encode(), data.replace(b"\n", b"\ndata: "))
-
-
 def _payload(block: bytes) -> bytes | None:
     """The data lines of a block joined, None when it has none."""
     values = [line[5:].removeprefix(b" ") for line in block.split(b"\n") if line.startswith(b"data:") or line == b"data"]

@@ -173,10 +173,6 @@ class MemoryLedger:
         for execution, end in self._ends.items():
             yield self._holds[execution], end
 
-    async def late_records(self) -> int:
-        """How many ends came for an execution that had none open."""
-        return len(self._late)
-
     async def count_rejections(self, counts: Sequence[tuple[str, str, Millis, int]]) -> None:
         """Add (tenant, code, minute as wall-clock ms, number) to the rejection counters."""
         await self._begin("count_rejections")

@@ -93,10 +93,6 @@ class PostgresLedger:
         """
         return await self._writer.run(partial(_prune, epoch, before_ms, rows_max))
 
-    async def late_records(self) -> int:
-        """How many ends came for an execution that had none open. Raises LedgerUnavailable."""
-        return int(await self._reports.run(lambda database: database.fetchval("SELECT count(*) FROM ledger_late")))
-
     async def count_rejections(self, counts: Sequence[tuple[str, str, Millis, int]]) -> None:
         """Add (tenant, code, minute as wall-clock ms, number) to the rejection counters. Raises LedgerUnavailable."""
         await self._readers.run(lambda database: database.executemany(statements.ADD_REJECTIONS, counts))

@@ -84,11 +84,6 @@ class SqliteLedger:
         """
         return await self._writer.run(partial(_prune, epoch, before_ms, rows_max))
 
-    async def late_records(self) -> int:
-        """How many ends came for an execution that had none open. Raises LedgerUnavailable."""
-        found = await self._reports.run(lambda database: database.execute("SELECT count(*) FROM ledger_late").fetchone())
-        return int(found[0])
-
     async def count_rejections(self, counts: Sequence[tuple[str, str, Millis, int]]) -> None:
         """Add (tenant, code, minute as wall-clock ms, number) to the rejection counters. Raises LedgerUnavailable."""
         await self._writer.run(partial(_count_rejections, tuple(counts)))
