@@ -62,6 +62,7 @@ class CoordinatorConfig:
     queue_bytes: Bytes = 64 * 1024 * 1024
     queue_wait_ms: Millis = 5_000  # interactive work is better refused than late
     store_wait_ms: Millis = 2_000  # a write later than this fails what waits for it
+    group_ms: Millis = 5  # between the starts of two ledger writes: shorter costs CPU, longer delays whole answers
     delivery_step_tokens: Tokens = 256
     remembered_executions: int = 10_000  # ended ones kept in memory for look-ups; older ones come from the store
     request_id_ms: Millis = 86_400_000  # how long an ended request id stays bound

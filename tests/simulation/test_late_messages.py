@@ -48,6 +48,7 @@ ASKED = Acquire(
 )
 ASKED_BY_ID = msgspec.structs.replace(ASKED, request_id_given=True)
 LOST = Finish(1, 1, FinishReason.REPLICA_LOST, usage=AttemptUsage(5, 0, 3, Basis.ENGINE))
+GROUP_MS = 5
 
 
 class Desk:
@@ -91,7 +92,7 @@ def play(script: Callable[[Desk], Awaitable[None]]) -> None:
     async def scene() -> None:
         ledger, loop = MemoryLedger(), asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        desk = Desk(ledger, await recover(ledger, StepClock(loop), first_snapshot(Spec())))
+        desk = Desk(ledger, await recover(ledger, StepClock(loop), first_snapshot(Spec()), GROUP_MS))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(desk.coordinator.run())
             await asyncio.sleep(0)

@@ -37,7 +37,7 @@ class _Stand:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         self.store = _Store()
-        self.journal = Journal(self.store, VirtualClock(loop), 3, 1)  # type: ignore[arg-type]
+        self.journal = Journal(self.store, VirtualClock(loop), 3, 1, group_ms=5)  # type: ignore[arg-type]
         self.durable: list[int] = []
 
     def append(self) -> int:
@@ -75,6 +75,28 @@ def test_records_that_come_during_a_write_form_the_next_group() -> None:
     stand = _play(script)
     assert stand.store.groups == [[1], [2, 3]] and stand.durable == [1, 2, 3]
     assert stand.journal.backlog == 0 and stand.journal.late_ns() == 0
+
+
+def test_records_gather_for_an_interval_unless_there_was_a_pause() -> None:
+    """Protects CPU on a quick disk, and the first record after a pause from waiting for nothing."""
+
+    async def script(stand: _Stand) -> None:
+        stand.store.write_s = 0
+        stand.append()
+        await asyncio.sleep(0.001)
+        assert stand.durable == [1]
+        for _ in range(3):
+            stand.append()
+            await asyncio.sleep(0.001)
+        assert stand.durable == [1]
+        await asyncio.sleep(0.0011)
+        assert stand.durable == [1, 2, 3, 4]
+        await asyncio.sleep(0.1)
+        stand.append()
+        await asyncio.sleep(0.001)
+        assert stand.durable == [1, 2, 3, 4, 5]
+
+    assert _play(script).store.groups == [[1], [2, 3, 4], [5]]
 
 
 def test_a_group_is_bounded() -> None:

@@ -17,6 +17,7 @@ from weir.storage.memory import MemoryLedger
 
 SCOPES = scopes_of("tenant-0", "app", "000000000000", "assistant")
 LIMITS = {Scope("tenant-0"): Limits(tokens_per_minute=600)}
+GROUP_MS = 5
 
 
 def _hold(seq: int, name: str, at_ms: int) -> HoldRecord:
@@ -41,7 +42,7 @@ async def _recovered(ledger: MemoryLedger, *, age_ms: int) -> tuple[Recovered, i
         StepRecord(3, ExecutionId("tenant-0", "ran", 1), 1, "replica", 64),
     ]
     await ledger.write((await ledger.open_epoch(0)).epoch, records)
-    recovered = await recover(ledger, clock, first_snapshot(Spec(limits=LIMITS)))
+    recovered = await recover(ledger, clock, first_snapshot(Spec(limits=LIMITS)), GROUP_MS)
     return recovered, recovered.book.standing(SCOPES, clock.monotonic_ns()).tokens.remaining or 0
 
 
@@ -75,7 +76,7 @@ def test_a_crash_in_the_second_attempt_books_the_first_one_too() -> None:
             StepRecord(2 + n, named, attempt, "replica", most) for n, (attempt, most) in enumerate([(1, 64), (1, 96), (2, 32)])
         ]
         await ledger.write((await ledger.open_epoch(0)).epoch, [_hold(1, "ran", clock.wall_ms()), *steps])
-        await recover(ledger, clock, first_snapshot(Spec(limits=LIMITS)))
+        await recover(ledger, clock, first_snapshot(Spec(limits=LIMITS)), GROUP_MS)
         settled = ledger.records[-1]
         assert isinstance(settled, SettleRecord)
         assert (settled.attempt, settled.output_tokens, settled.cost_microusd) == (2, 32, 0)
@@ -101,7 +102,7 @@ def test_a_limit_lowered_before_the_restart_does_not_block_for_hours() -> None:
         clock, ledger = StepClock(loop), MemoryLedger()
         await ledger.write((await ledger.open_epoch(0)).epoch, [_hold(1, "big", clock.wall_ms())])
         limits = {Scope("tenant-0"): Limits(tokens_per_minute=60)}  # the hold took 300
-        recovered = await recover(ledger, clock, first_snapshot(Spec(limits=limits)))
+        recovered = await recover(ledger, clock, first_snapshot(Spec(limits=limits)), GROUP_MS)
         standing = recovered.book.standing(SCOPES, clock.monotonic_ns()).tokens
         assert standing.remaining == 0
         assert standing.reset_ms is not None and standing.reset_ms <= 60_000

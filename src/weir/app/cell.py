@@ -145,7 +145,7 @@ class Cell:
             return
         await self._commands.refresh()
         snapshot = self._commands.published.serving(self._served_pools())
-        recovered = await recover(self._stores.ledger, self._clock, snapshot)
+        recovered = await recover(self._stores.ledger, self._clock, snapshot, self._config.coordinator.group_ms)
         if recovered.resolved:
             self._options.announce(f"resolved {recovered.resolved} hold(s) that a crash left open")
         coordinator = self._coordinator = self._compose_coordinator(recovered, snapshot)

@@ -24,11 +24,11 @@ class Recovered:
     resolved: int
 
 
-async def recover(store: LedgerStore, clock: Clock, snapshot: Snapshot) -> Recovered:
-    """Become the cell's writer. Raises StoreFault when the store cannot be opened."""
+async def recover(store: LedgerStore, clock: Clock, snapshot: Snapshot, group_ms: Millis) -> Recovered:
+    """Become the cell's writer. group_ms: see `Journal`. Raises StoreFault when the store cannot be opened."""
     recovery = await store.open_epoch(clock.wall_ms() - RECENT_TAKES_MS)
     book = Book()
-    journal = Journal(store, clock, recovery.epoch, recovery.next_seq)
+    journal = Journal(store, clock, recovery.epoch, recovery.next_seq, group_ms)
     _rebuild(book, recovery, clock, snapshot)
     ends: list[LedgerRecord] = []
     for stored in recovery.open_executions:

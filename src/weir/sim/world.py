@@ -199,7 +199,7 @@ class World:
     async def _recover(self, store: CellStore, snapshot: Snapshot) -> Recovered:
         for _ in range(_STARTS_MAX):
             try:
-                return await recover(store, self.clock, snapshot)
+                return await recover(store, self.clock, snapshot, self.spec.coordinator.group_ms)
             except errors.LedgerUnavailable:
                 await asyncio.sleep(_POLL_S)
         raise AssertionError("the store stays away")
