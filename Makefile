@@ -152,11 +152,19 @@ soak: postgres setup models ## Full sizes: five runs of `make test`, then the lo
 .PHONY: bench
 bench: $(if $(ARGS),,postgres) setup bench-programs ## CPU per request and chunk beside nginx; ARGS="--only weir,chunks" or "--profile"
 	@PATH="$$PATH:/usr/sbin" $(BIN)/python -m benchmarks.gateway $(ARGS)
-	$(if $(ARGS),,@$(MAKE) bench-ledger)
+	$(if $(ARGS),,@$(MAKE) bench-ledger bench-decisions bench-scheduling)
 
 .PHONY: bench-ledger
 bench-ledger: postgres setup bench-programs ## Lifecycles a second and CPU of both ledgers, and what they add to the first token
 	@$(BIN)/python -m benchmarks.ledger $(ARGS)
+
+.PHONY: bench-decisions
+bench-decisions: setup ## CPU of one request's scheduling decisions, beside a plain queue
+	@$(BIN)/python -m benchmarks.decisions
+
+.PHONY: bench-scheduling
+bench-scheduling: setup ## What the scheduler delivers in simulated fleets, beside first come, first served; WEIR_TRACES for traces
+	@$(BIN)/python -m benchmarks.scheduling
 
 .PHONY: bench-demo
 bench-demo: setup models ## TTFT and TPOT of the demo's model at 1, 2 and 3 clients; on idle cores

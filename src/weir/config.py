@@ -26,6 +26,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "threads": (1, 1_024),
     "replicas": (1, 1_024),
     "backlog": (1, 65_535),
+    "fair_slack_tokens": (0, 1_000_000),
+    "explained_requests": (1, 100_000),
     "retention_days": (2, 36_500),
     "retries_min": (0, 65_536),
     "retry_percent": (0, 100),
@@ -65,6 +67,8 @@ class CoordinatorConfig:
     group_ms: Millis = 5  # between the starts of two ledger writes: shorter costs CPU, longer delays whole answers
     delivery_step_tokens: Tokens = 256
     remembered_executions: int = 10_000  # ended ones kept in memory for look-ups; older ones come from the store
+    fair_slack_tokens: Tokens = 1_000  # input tokens by which urgency may go before fairness; 0: never
+    explained_requests: int = 4_000  # timelines kept in memory, admitted and rejected: a few megabytes
     request_id_ms: Millis = 86_400_000  # how long an ended request id stays bound
     drain_grace_ms: Millis = 30_000
     retries_min: int = 3  # per pool and window: a quiet pool may retry too; with retry_percent 0, nothing above it
@@ -91,7 +95,7 @@ class EngineConfig:
     idle_ms: Millis = 30_000  # silence after which a run is stalled
     start_ms: Millis = 120_000  # from launch to listening
     probe_ms: Millis = 2_000  # between probes of a ready replica
-    restart_backoff_ms: Millis = 1_000  # first; doubles to 30 s
+    restart_backoff_ms: Millis = 1_000  # before a restart, or another try of a replica that failed: first; doubles to 30 s
     api_key_file: str | None = None  # a file with the bearer key of the engine behind `--engine URL`; read at start
     external: bool = False  # `--engine URL` is outside the platform: only tenants with external_allowed
 

@@ -228,7 +228,13 @@ class EngineError(EngineFault):
 
 
 class ReplicaLost(EngineFault):
+    """reached: False where the engine was never given the request, so that nothing of it can have run."""
+
     code, http_status, title = "replica_lost", 502, "The replica was lost"
+
+    def __init__(self, detail: str = "", *, reached: bool = True, **rest: Any) -> None:
+        super().__init__(detail, **rest)
+        self.reached = reached
 
 
 class Stalled(EngineFault):

@@ -91,7 +91,10 @@ class AttemptUsage(msgspec.Struct, frozen=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag="finish"):
-    """The gateway's account of an end. attempt: 0 while nothing is granted. usage: None where the engine never started."""
+    """The gateway's account of an end. attempt: 0 while nothing is granted. usage: None where the engine never started.
+
+    reached: False where the replica could not be connected to, so that nothing of the request can have run there.
+    """
 
     ref: int
     attempt: int
@@ -101,6 +104,7 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     error_detail: str | None = None
+    reached: bool = True
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):

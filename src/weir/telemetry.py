@@ -10,6 +10,7 @@ a label of a histogram. Label children are bound once and kept. Gauges are read 
     weir_cost_microusd_total{revision, payer}                                 tenant, platform
     weir_queue_wait_seconds, weir_time_to_first_token_seconds,
     weir_time_per_output_token_seconds, weir_request_duration_seconds         {workload_class, revision}
+    weir_wait_prediction_error_seconds{revision}                              waited longer (> 0) or shorter than predicted
     weir_goodput_total{workload_class, revision}                              completed within both targets
     weir_cancel_to_stopped_seconds{revision}                                  cancel decided → engine runs nothing
     weir_clamped_settlements_total{revision}                                  engine reported more than was held
@@ -36,6 +37,7 @@ from weir.core.registry.model import WorkloadClass
 
 _LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _TPOT_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+_ERROR_BUCKETS = (-5.0, -2.0, -1.0, -0.5, -0.2, -0.05, 0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 GaugeReading = tuple[str, str, dict[str, str], float]
 """(metric name, help text, labels, value)."""
@@ -103,6 +105,9 @@ class Telemetry:
         self.ttft = self._histogram("weir_time_to_first_token_seconds", "Read to first output.", by_class)
         self.tpot = self._histogram("weir_time_per_output_token_seconds", "Per later token.", by_class, _TPOT_BUCKETS)
         self.duration = self._histogram("weir_request_duration_seconds", "Read to terminal.", by_class)
+        self.prediction_error = self._histogram(
+            "weir_wait_prediction_error_seconds", "Wait in the queue less what was predicted.", ("revision",), _ERROR_BUCKETS
+        )
         self.stop_time = self._histogram("weir_cancel_to_stopped_seconds", "Cancel to engine stopped.", ("revision",))
         self._gauges = _Gauges()
         self.registry.register(self._gauges)
@@ -147,6 +152,10 @@ class Telemetry:
             bound.output.inc(end.output_tokens)
             bound.tenant_cost.inc(end.cost_microusd)
             bound.platform_cost.inc(end.platform_microusd)
+
+    def predicted(self, revision: str, error_ms: float) -> None:
+        """A dispatched request waited this much longer than was predicted at the door, or shorter where negative."""
+        self.prediction_error.labels(revision).observe(error_ms / 1e3)
 
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format."""

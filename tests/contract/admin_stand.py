@@ -15,7 +15,7 @@ from tests.contract.stores import hold, settle, step
 from weir import errors
 from weir.api.admin import AdminParts, create_admin_app
 from weir.control.bootstrap import DEMO_PRICE, bootstrap, draft_keys
-from weir.control.cell_view import PoolReport, ReplicaReport
+from weir.control.cell_view import Explanations, PoolReport, ReplicaReport
 from weir.control.commands import Commands
 from weir.control.declared_models import DeclaredModels
 from weir.core.endings import FinishReason, Status
@@ -55,6 +55,13 @@ class SeededEntropy:
         return self._random.randbytes(size)
 
 
+def timeline_of(tenant: str, request_id: str) -> dict[str, Any]:
+    """A request that was rejected twice, in the form of `Timelines.of`."""
+    named = {"tenant": tenant, "request_id": request_id, "execution": None, "status": "rejected", "rejections": 2}
+    events = [{"event": "received", "at_ms": 0.0}, {"event": "rejected", "at_ms": 0.4, "code": "budget_exhausted"}]
+    return {**named, "arrived_at_ms": NOON_MS + 1, "delivery_steps": 0, "dropped_events": 0, "events": events}
+
+
 class StandingCell:
     """A cell that stands still: its answers are fixed."""
 
@@ -85,6 +92,11 @@ class StandingCell:
         ended = (Status.FAILED, FinishReason.ENGINE_ERROR, 10, 0, 3, 0, Basis.ENGINE, True)
         timing = Timing(1.5, 20.0, None, 30.0)
         return GenerationRecord("gen-1", "r:1", 1, "assistant", "small-1", *ended, timing, "engine_error", "It failed.")
+
+    async def explanations(self, request_id: str, tenant: str | None = None) -> Explanations:
+        users = {"r:1": ("acme",), "shared": ("globex", "acme")}.get(request_id, ())
+        found = [timeline_of(name, request_id) for name in users if tenant in (None, name)]
+        return Explanations(found, 3, NOON_MS)
 
 
 class Stand:

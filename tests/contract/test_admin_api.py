@@ -34,14 +34,14 @@ async def stand() -> AsyncIterator[Stand]:
 
 async def test_a_tenants_life(stand: Stand) -> None:
     """Protects the tenant routes, from creation to revocation."""
-    body = {"name": "initech", "time_zone": "Europe/Berlin", "external_allowed": None}
+    body = {"name": "initech", "time_zone": "Europe/Berlin", "external_allowed": None, "weight": None}
     created = await stand.good("POST", "/admin/v1/tenants", body, 201)
-    shape = {"time_zone": "Europe/Berlin", "disabled": False, "revoked": False, "external_allowed": False}
+    shape = {"time_zone": "Europe/Berlin", "disabled": False, "revoked": False, "external_allowed": False, "weight": 1}
     assert created == {"name": "initech", **shape}
     assert await stand.good("GET", "/admin/v1/tenants/initech") == created
     assert [one["name"] for one in (await stand.good("GET", "/admin/v1/tenants"))["tenants"]] == ["acme", "globex", "initech"]
-    changed = await stand.good("PATCH", "/admin/v1/tenants/initech", {"disabled": True, "external_allowed": True})
-    assert changed == created | {"disabled": True, "external_allowed": True}
+    changed = await stand.good("PATCH", "/admin/v1/tenants/initech", {"disabled": True, "external_allowed": True, "weight": 3})
+    assert changed == created | {"disabled": True, "external_allowed": True, "weight": 3}
     assert stand.published[-1].tenants["initech"].disabled
     assert (await stand.good("PATCH", "/admin/v1/tenants/initech", {"disabled": False}))["disabled"] is False
     for _ in range(2):
@@ -49,6 +49,25 @@ async def test_a_tenants_life(stand: Stand) -> None:
     assert stand.published[-1].tenants["initech"].revoked
     status, problem = await stand.bad("PATCH", "/admin/v1/tenants/initech", {"disabled": False})
     assert (status, problem["code"]) == (403, "revoked")
+
+
+async def test_a_tenants_weight_is_refused_with_its_range(stand: Stand) -> None:
+    """Protects the order between tenants, and whoever mistypes a weight: no value is coerced, and the range is told."""
+    for weight in (1, 1_000):
+        created = await stand.good("POST", "/admin/v1/tenants", {"name": f"t-{weight}", "weight": weight}, 201)
+        assert created["weight"] == weight == stand.published[-1].tenants[created["name"]].weight
+    version = (await stand.store.load()).version
+    refused: tuple[Any, ...] = (0, -1, 1_001, 2**64, True, False, 1.0, "1", "", [], {})
+    for method, path, body in (("POST", "tenants", {"name": "x"}), ("PATCH", "tenants/acme", {})):
+        for wrong in refused:
+            status, problem = await stand.bad(method, f"/admin/v1/{path}", body | {"weight": wrong})
+            assert (status, problem["code"], problem["field"]) == (400, "invalid_request", "weight"), (method, wrong)
+            assert problem["accepted"] == "an integer 1 … 1000" and "from 1 to 1000" in problem["detail"]
+    assert (await stand.store.load()).version == version
+    schemas = (await stand.good("GET", "/admin/openapi.json"))["components"]["schemas"]
+    for body_name in ("NewTenant", "TenantPatch"):
+        number, none = schemas[body_name]["properties"]["weight"]["anyOf"]
+        assert (number, none) == ({"type": "integer", "minimum": 1, "maximum": 1_000}, {"type": "null"})
 
 
 PRICE = {"input_microusd": 300_000, "cached_input_microusd": 30_000, "output_microusd": 900_000}
@@ -462,6 +481,6 @@ async def test_the_audit_trail_pages_backwards_in_time(stand: Stand) -> None:
         await stand.good("POST", "/admin/v1/tenants", {"name": f"tenant-{number}"}, 201)
     newest = (await stand.good("GET", "/admin/v1/audit?limit=1"))["entries"]
     assert (newest[0]["subject"], newest[0]["at"]) == ("tenant-2", "2023-11-15T12:00:03.000Z")
-    assert newest[0]["summary"] == {"external_allowed": False, "time_zone": "UTC"}
+    assert newest[0]["summary"] == {"external_allowed": False, "time_zone": "UTC", "weight": 1}
     earlier = (await stand.good("GET", "/admin/v1/audit", params={"limit": 1, "before": newest[0]["at"]}))["entries"]
     assert earlier[0]["subject"] == "tenant-1"

@@ -38,6 +38,7 @@ READS = (
     "audit",
     "revisions",
     "generations/acme/r:1",
+    "generations/acme/r:1/explanation",
 )
 CHANGES: tuple[tuple[str, str, Any], ...] = (
     ("POST", "tenants", {"name": "fresh"}),

@@ -22,7 +22,7 @@ AUDIT = AuditEntry(T0_MS, "ada", "tenant.create", "acme", '{"time_zone": "Europe
 FULL = CatalogChange(
     AUDIT,
     tenants=[
-        Tenant("acme", "Europe/Berlin", True, True, True, (FormerZone("UTC", T0_MS), FormerZone("Asia/Tokyo", T0_MS + 1))),
+        Tenant("acme", "Europe/Berlin", True, True, True, (FormerZone("UTC", T0_MS), FormerZone("Asia/Tokyo", T0_MS + 1)), 7),
         Tenant("globex"),
     ],
     applications=[

@@ -10,6 +10,7 @@ from weir.core.endings import FinishReason
 from weir.core.registry.model import EngineKind
 from weir.core.request import Message, Sampling
 from weir.engines.simulated import SimulatedEngine, SimulatedReplica
+from weir.engines.simulated_faults import NO_FAULTS, Faults
 from weir.errors import EngineRejected, ReplicaLost, Stalled
 from weir.messages import ReplicaAddress
 from weir.ports import Delta, Engine, EngineCall, EngineEnd, EngineRun
@@ -233,12 +234,14 @@ def test_a_lost_replica_ends_its_runs_until_restored() -> None:
         engine.lose("a")
         assert not sink.ends and engine.running("a") == 0
         await sink.ended.wait()
-        assert isinstance(sink.ends[0].fault, ReplicaLost) and sink.ends[0].output_tokens_seen == len(sink.deltas)
+        fault = sink.ends[0].fault
+        assert isinstance(fault, ReplicaLost) and fault.reached and sink.ends[0].output_tokens_seen == len(sink.deltas)
         with pytest.raises(ReplicaLost):
             await lost.stopped()
         engine.start(_call(), late)
         await late.ended.wait()
-        assert isinstance(late.ends[0].fault, ReplicaLost) and late.ends[0].output_tokens_seen is None
+        fault = late.ends[0].fault
+        assert isinstance(fault, ReplicaLost) and not fault.reached and late.ends[0].output_tokens_seen is None
         with pytest.raises(ReplicaLost):
             await engine.probe(A)
         assert await engine.count_input(A, "hello", True) is None
@@ -290,6 +293,120 @@ def test_a_stalled_replica_is_silent_and_goes_on_where_it_was() -> None:
         await cancelled.stopped()
         await sink.ended.wait()
         assert len(sink.deltas) == len((await late).deltas) == 20 and not cancelled_sink.ends
+
+    _simulate(main())
+
+
+def test_a_marked_prompt_crashes_its_replica() -> None:
+    """One poisonous request takes everything beside it along, and only once it is computed; others live on elsewhere."""
+
+    async def main() -> None:
+        crashes: list[str] = []
+        engine = _engine(faults=Faults(crash_marker="poison"), on_crash=lambda: crashes.append("crash"))
+        beside, poisoned = _Sink(), _Sink()
+        engine.start(_call(), beside)
+        await beside.started.wait()
+        engine.start(_call(prompt="a poisonous one"), poisoned)
+        assert not crashes
+        await poisoned.ended.wait()
+        await beside.ended.wait()
+        assert crashes == ["crash"] and not poisoned.deltas
+        assert isinstance(beside.ends[0].fault, ReplicaLost) and isinstance(poisoned.ends[0].fault, ReplicaLost)
+        assert len((await _finish(engine, _call(B))).deltas) == 20
+        engine.restore("a")
+        engine.order("a", NO_FAULTS)
+        assert len((await _finish(engine, _call(prompt="a poisonous one"))).deltas) == 20
+
+    _simulate(main())
+
+
+def test_a_marked_prompt_stalls_in_mid_stream() -> None:
+    """The replica falls silent after just so many tokens of that request, for everybody, until the fault is taken back."""
+
+    async def main() -> None:
+        engine = _engine(faults=Faults(stall_marker="sleepy", stall_after_tokens=5))
+        sleepy, beside = _Sink(), _Sink()
+        engine.start(_call(prompt="a sleepy one"), sleepy)
+        engine.start(_call(), beside)
+        await asyncio.sleep(60)
+        assert (len(sleepy.deltas), len(beside.deltas)) == (5, 5)
+        engine.order("a", NO_FAULTS)
+        await sleepy.ended.wait()
+        await beside.ended.wait()
+        assert len(sleepy.deltas) == len(beside.deltas) == 20
+
+    _simulate(main())
+
+
+def test_slowness_is_a_factor_and_ends() -> None:
+    """Every step takes so many times as long while it is ordered, and no longer afterwards."""
+
+    async def main() -> None:
+        engine, loop = _engine(), asyncio.get_running_loop()
+        times: list[float] = []
+        for faults in (NO_FAULTS, Faults(slowdown=10.0), NO_FAULTS):
+            engine.order("a", faults)
+            began_s = loop.time()
+            await _finish(engine, _call())
+            times.append(loop.time() - began_s)
+        assert times == pytest.approx([times[0], 10 * times[0], times[0]])
+
+    _simulate(main())
+
+
+def test_the_prefix_cache_knows_salts() -> None:
+    """A repeated prompt comes sooner and says what was cached, under its own salt only; without the cache nothing is."""
+
+    async def main() -> None:
+        engine, loop = _engine(prefix_cache=True), asyncio.get_running_loop()
+        assert (await engine.probe(A)).cache_salt
+        prompt = "wave" * 800
+        cached: list[int] = []
+        times: list[float] = []
+        for salt in ("one", "one", "two", None, None):
+            sink, began_s = _Sink(), loop.time()
+            engine.start(EngineCall(A, 0, prompt, False, 5, Sampling(), salt), sink)
+            await sink.started.wait()
+            times.append(loop.time() - began_s)
+            await sink.ended.wait()
+            usage = sink.ends[0].usage
+            assert usage is not None and usage.input_tokens == 800
+            cached.append(usage.cached_input_tokens)
+        assert cached == [0, 784, 0, 0, 784]
+        assert times[1] == pytest.approx(times[4]) and times[0] == pytest.approx(times[2]) == pytest.approx(times[3])
+        assert times[1] < times[0]
+        load = engine.load("a")
+        assert (load.prefix_queries, load.prefix_hits, load.prompt_tokens) == (4_000, 1_568, 4_000)
+
+    _simulate(main())
+
+
+def test_a_preempted_run_loses_no_word() -> None:
+    """Short of KV blocks, runs give way and start over; their text, counts and usage are those of undisturbed ones."""
+
+    async def main() -> None:
+        engine = SimulatedEngine(SimulatedReplica(output_length=lambda _: 100, kv_tokens=320))
+        prompts = [f"{number} waves" * 20 for number in range(4)]
+        calls = [_call(prompt=prompt, max_output_tokens=100) for prompt in prompts]
+        together = await asyncio.gather(*(_finish(engine, call) for call in calls))
+        assert engine.load("a").preemptions > 0 and engine.load("a").kv_usage == 0
+        for call, sink in zip(calls, together, strict=True):
+            alone = await _finish(engine, call)
+            assert (sink.text, sink.ends) == (alone.text, alone.ends)
+        assert engine.load("a").prompt_tokens == 2 * sum(len(prompt) // 4 + 7 for prompt in prompts)
+
+    _simulate(main())
+
+
+def test_what_memory_cannot_hold_is_rejected() -> None:
+    """A request larger than all KV blocks is refused like one beyond the window, instead of waiting for ever."""
+
+    async def main() -> None:
+        engine = _engine(kv_tokens=160)
+        assert (await engine.probe(A)).context_tokens == 160
+        fault = (await _finish(engine, _call(max_output_tokens=152))).ends[0].fault
+        assert isinstance(fault, EngineRejected) and fault.members == {"input_tokens": 9, "limit": 160}
+        assert len((await _finish(engine, _call(max_output_tokens=151))).deltas) == 50
 
     _simulate(main())
 

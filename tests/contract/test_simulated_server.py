@@ -17,6 +17,13 @@ from urllib.parse import urlsplit
 
 import pytest
 from openai import AuthenticationError, BadRequestError, NotFoundError, OpenAI
+from tests.contract.engine_servers import Sink
+
+from weir.core.registry.model import EngineKind
+from weir.core.request import Sampling
+from weir.engines.openai_compatible import OpenAICompatibleEngine
+from weir.messages import ReplicaAddress
+from weir.ports import EngineCall
 
 START_BOUND_S = 20
 WAIT_BOUND_S = 10
@@ -176,6 +183,10 @@ def test_refusals_by_the_official_sdk(sdk: OpenAI, server: _Server) -> None:
         ("/v1/chat/completions", {"prompt": "x"}),
         ("/v1/chat/completions", {"messages": []}),
         ("/v1/completions", {"prompt": "x" * 8_000, "stream": True}),
+        ("/v1/completions", {"prompt": "x", "cache_salt": ""}),
+        ("/v1/completions", {"prompt": "x", "cache_salt": 5}),
+        ("/v1/completions", {"prompt": "x", "cache_salt": "s" * 129}),
+        *(("/v1/completions", {"prompt": "x", "cache_salt": f"so{forbidden}lt"}) for forbidden in "@/\\\0"),
         ("/tokenize", {}),
     ],
 )
@@ -191,6 +202,7 @@ def test_keys_guard_only_the_api(server: _Server) -> None:
     assert server.ask("GET", "/v1/models", key=None)[0] == 401
     assert server.ask("GET", "/health", key=None) == (200, "")
     assert server.ask("GET", "/version", key=None)[1]["version"].endswith("simulated")
+    assert server.ask("PUT", "/faults", {}, key=None)[0] == 401
     assert server.ask("GET", "/nothing")[0] == 404
     assert server.ask("GET", "/v1/completions")[0] == 404
 
@@ -214,14 +226,121 @@ def test_counters_add_up(server: _Server) -> None:
     server.ask("POST", "/v1/completions", {"prompt": "x" * 400, "max_tokens": 7})
     assert server.metric("prompt_tokens_total") - prompts == 100
     assert server.metric("generation_tokens_total") - generated == 7
-    assert server.metric("kv_cache_usage_perc") == 0
+    assert server.metric("kv_cache_usage_perc") == server.metric("num_preemptions_total") == 0
+    assert server.metric("prefix_cache_queries_total") == server.metric("prefix_cache_hits_total") == 0
+
+
+# ── memory and prefix cache ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_salts_keep_tenants_apart() -> None:
+    """A replica with a prefix cache is taken for one that keeps salts apart, and does: cached tokens only under one's own."""
+    with _serving(prefix_cache=True) as server:
+        address = ReplicaAddress("r", "p", "v", EngineKind.SIMULATED, server.url, "", 1, api_key=KEY)
+        engine = OpenAICompatibleEngine()
+        try:
+            replica = await engine.probe(address)
+            assert replica.cache_salt
+            cached = []
+            for salt in ("one", "one", "two", "s" * 128, None, None):
+                sink = Sink()
+                engine.start(EngineCall(replica, 0, "wave" * 400, False, 3, Sampling(), salt), sink)
+                usage = (await sink.end()).usage
+                assert usage is not None and usage.input_tokens == 400
+                cached.append(usage.cached_input_tokens)
+        finally:
+            await engine.aclose()
+        assert cached == [0, 384, 0, 0, 0, 384]
+        assert server.metric("prefix_cache_queries_total") == 2_400
+        assert server.metric("prefix_cache_hits_total") == 768
+
+
+def test_memory_is_shown_as_it_fills() -> None:
+    """The share of KV blocks in use is that of what runs; a request that does not fit beside it waits, and shows."""
+    with _serving(row=SLOW_ROW, kv_tokens=1_008) as server:
+        prompt = "flow 30" + "x" * 1_993  # 500 tokens, 32 of 63 blocks; its reply has 252
+        with _post(server, stream=True, prompt=prompt) as first, _post(server, stream=True, prompt=prompt):
+            assert first.recv(4_096).startswith(b"HTTP/1.1 200")
+            server.wait_metric("num_requests_waiting", 1)
+            assert 32 / 63 <= server.metric("kv_cache_usage_perc") <= 48 / 63
+        server.wait_metric("num_requests_running", 0)
+        assert server.metric("kv_cache_usage_perc") == 0
+
+
+# ── faults on order ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_marked_prompt_kills_the_process() -> None:
+    """The crash that was ordered is a real one: the stream is cut and the process is gone, with a status of its own."""
+    with _serving(faults={"crash_marker": "poison"}) as server:
+        assert server.ask("POST", "/v1/completions", {"prompt": "harmless"})[0] == 200
+        with _post(server, stream=True, prompt="poison") as client:
+            assert server.process.wait(timeout=WAIT_BOUND_S) == 70
+            assert not _is_completed(client)
+
+
+def test_faults_are_ordered_and_taken_back_while_it_runs() -> None:
+    """A stall in mid-stream and slow steps begin and end by the control route; what makes no sense changes nothing."""
+    with _serving() as server:
+        assert server.ask("PUT", "/faults", {"stall_marker": "sleepy", "stall_after_tokens": 3}) == (200, {})
+        for wrong in ({"slowdown": 0}, {"stall_after_tokens": 0}, {"refuse_ms": -1}, {"crash": True}, b"["):
+            assert server.ask("PUT", "/faults", wrong)[0] == 400
+        with _post(server, stream=True, prompt="sleepy") as client:
+            server.wait_metric("generation_tokens_total", 3)
+            assert server.ask("GET", "/health")[0] == 200
+            assert server.metric("num_requests_running") == 1 and server.metric("generation_tokens_total") == 3
+            assert server.ask("PUT", "/faults", {"slowdown": 5.0}) == (200, {})
+            server.wait_metric("num_requests_running", 0)
+            assert server.ask("PUT", "/faults", {}) == (200, {})
+            assert _is_completed(client)
+
+
+def test_connections_are_refused_for_a_while() -> None:
+    """New connections are refused and idle ones closed at once, a running stream goes on, and the same port serves again."""
+    with _serving(row=SLOW_ROW) as server, _post(server, stream=True) as running:
+        server.wait_metric("num_requests_running", 1)
+        assert server.ask("PUT", "/faults", {"refuse_ms": 1_000}) == (200, {})
+        began = time.monotonic()
+        with pytest.raises(ConnectionRefusedError):
+            server.ask("GET", "/health")
+        while True:  # bounded by the time that it may take
+            assert time.monotonic() - began < WAIT_BOUND_S
+            try:
+                server.wait_metric("num_requests_running", 1)
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+        assert time.monotonic() - began > 0.9
+        assert running.recv(4_096).startswith(b"HTTP/1.1 200")
+
+
+def test_a_slow_start_listens_late() -> None:
+    """Until it is loaded nothing listens and no address is announced; it ends with its parent also then."""
+    began = time.monotonic()
+    with _serving(start_ms=1_500) as server:
+        assert time.monotonic() - began > 1.5
+        assert server.ask("GET", "/health")[0] == 200
+    command = [sys.executable, "-m", "weir.engines.simulated_server"]
+    done = subprocess.run(command, input=b'{"start_ms": 60000}\n', capture_output=True, timeout=START_BOUND_S, check=False)
+    assert (done.returncode, done.stdout) == (0, b"")
 
 
 # ── clients that leave ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _post(server: _Server, *, stream: bool) -> socket.socket:
-    body = json.dumps({"prompt": LONG_PROMPT, "max_tokens": 500, "stream": stream}).encode()
+def _is_completed(client: socket.socket) -> bool:
+    """Whether a stream comes to its own end, rather than being cut."""
+    text = b""
+    try:
+        while b"data: [DONE]" not in text and (piece := client.recv(65_536)):
+            text += piece
+    except ConnectionResetError:
+        return False
+    return b"data: [DONE]" in text
+
+
+def _post(server: _Server, *, stream: bool, prompt: str = LONG_PROMPT) -> socket.socket:
+    body = json.dumps({"prompt": prompt, "max_tokens": 500, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: {len(body)}\r\n\r\n"
     client = socket.create_connection(server.address, timeout=WAIT_BOUND_S)
     client.sendall(head.encode() + body)
@@ -269,8 +388,9 @@ def test_it_exits_with_its_parent_or_when_told_to() -> None:
 
 
 def test_a_spec_that_makes_no_sense_is_refused() -> None:
-    """A misspelt field or row ends the start with a reason instead of a server that is something else."""
-    for spec in (b'{"rows": "demo"}\n', b'{"row": "nothing"}\n', b"\n", b""):
+    """A misspelt field or row, or a window beyond its memory, ends the start with a reason instead of another server."""
+    small = b'{"context_tokens": 1000, "kv_tokens": 1007}\n'
+    for spec in (b'{"rows": "demo"}\n', b'{"row": "nothing"}\n', b'{"faults": {"slowdown": -1}}\n', small, b"\n", b""):
         command = [sys.executable, "-m", "weir.engines.simulated_server"]
         done = subprocess.run(command, input=spec, capture_output=True, timeout=START_BOUND_S, check=False)
         assert (done.returncode, done.stdout) == (2, b"") and b"simulated server:" in done.stderr

@@ -1,10 +1,11 @@
-"""A database that the first schema wrote, with money in it, opened by this version: nothing is lost, and the books agree."""
+"""A database that an earlier schema wrote, with money in it, opened by this version: nothing is lost, and the books agree."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import sqlalchemy as sa
@@ -16,13 +17,17 @@ from tests.postgres_server import shared_server
 
 from weir.core.metering import Price
 from weir.core.registry.model import RevisionPrice
-from weir.ports import ControlStore, LedgerStore, UsageQuery
+from weir.core.tenancy import Tenant
+from weir.core.windows import FormerZone
+from weir.ports import AuditEntry, CatalogChange, ControlStore, LedgerStore, UsageQuery
 from weir.storage import database
 from weir.storage.database import open_sqlite
 from weir.storage.postgres_catalog import create_postgres_engine
 from weir.storage.postgres_database import open_postgres
 from weir.storage.sqlite_catalog import create_sqlite_engine
 from weir.storage.sqlite_ledger import connect
+
+Write: TypeAlias = Callable[[Connection], None]
 
 MIGRATIONS = Path(database.__file__).parent / "migrations"
 DIMENSIONS = {
@@ -113,32 +118,59 @@ ROWS: list[tuple[str, Mapping[str, Any]]] = [
         },
     ),
 ]
+ROWS_OF_THE_SECOND: list[tuple[str, Mapping[str, Any]]] = [
+    (
+        "tenant",
+        {
+            "name": "globex",
+            "time_zone": "UTC",
+            "disabled": True,
+            "revoked": False,
+            "external_allowed": True,
+            "former_time_zones": '[{"time_zone": "Asia/Tokyo", "until_ms": 5}]',
+        },
+    ),
+]
 
 
 def _write_as_the_first_schema(connection: Connection) -> None:
+    _upgrade(connection, "0001")
+    connection.execute(sa.text("UPDATE cell SET epoch = 1, last_seq = 5"))
+    _insert(connection, ROWS)
+
+
+def _write_as_the_second_schema(connection: Connection) -> None:
+    _write_as_the_first_schema(connection)
+    _upgrade(connection, "0002")
+    _insert(connection, ROWS_OF_THE_SECOND)
+
+
+def _upgrade(connection: Connection, schema: str) -> None:
     config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", str(MIGRATIONS))
-    command.upgrade(config, "0001")
-    connection.execute(sa.text("UPDATE cell SET epoch = 1, last_seq = 5"))
-    for table, row in ROWS:
+    command.upgrade(config, schema)
+
+
+def _insert(connection: Connection, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    for table, row in rows:
         names = ", ".join(row)
         values = ", ".join(f":{name}" for name in row)
         connection.execute(sa.text(f"INSERT INTO {table} ({names}) VALUES ({values})"), dict(row))
 
 
-async def _sqlite(folder: Path) -> tuple[LedgerStore, ControlStore]:
+async def _sqlite(folder: Path, write: Write) -> tuple[LedgerStore, ControlStore]:
     path = folder / "weir.sqlite3"
     path.touch()
     with create_sqlite_engine(partial(connect, path)).begin() as connection:
-        _write_as_the_first_schema(connection)
+        write(connection)
     return await asyncio.to_thread(open_sqlite, path)
 
 
-async def _postgres(_: Path) -> tuple[LedgerStore, ControlStore]:
+async def _postgres(_: Path, write: Write) -> tuple[LedgerStore, ControlStore]:
     address = shared_server().create_database()
     engine = create_postgres_engine(address)
     async with engine.begin() as connection:
-        await connection.run_sync(_write_as_the_first_schema)
+        await connection.run_sync(write)
     await engine.dispose()
     return await open_postgres(address)
 
@@ -146,7 +178,7 @@ async def _postgres(_: Path) -> tuple[LedgerStore, ControlStore]:
 @pytest.mark.parametrize("opening", [_sqlite, _postgres])
 async def test_what_the_first_schema_wrote_is_kept(opening: Any, tmp_path: Path) -> None:
     """Protects an upgrade with money in the books: usage, balances, prices and open holds stay, and the check is clean."""
-    ledger, catalog = await opening(tmp_path)
+    ledger, catalog = await opening(tmp_path, _write_as_the_first_schema)
     try:
         recovery = await ledger.open_epoch(T0_MS)
         assert (recovery.epoch, recovery.next_seq) == (2, 6)
@@ -157,7 +189,26 @@ async def test_what_the_first_schema_wrote_is_kept(opening: Any, tmp_path: Path)
         assert (usage.group, usage.requests, usage.cost_microusd) == ({"day": "2026-01-01"}, 1, 50)
         loaded = await catalog.load()
         assert loaded.prices == [RevisionPrice("rev-1", Price(3, 200_000, 50_000, 600_000))]
-        assert (loaded.tenants[0].time_zone, loaded.tenants[0].former_time_zones) == ("Asia/Tokyo", ())
+        assert loaded.tenants == [Tenant("acme", "Asia/Tokyo")]
+        report = await ledger.verify()
+        assert report.is_clean and (report.holds, report.open_holds) == (2, 1)
+    finally:
+        await ledger.aclose()
+        await catalog.aclose()
+
+
+@pytest.mark.parametrize("opening", [_sqlite, _postgres])
+async def test_tenants_of_the_second_schema_get_a_weight_of_one(opening: Any, tmp_path: Path) -> None:
+    """Protects tenants through an upgrade: they weigh alike, nothing else of them changes, and a weight can be set."""
+    ledger, catalog = await opening(tmp_path, _write_as_the_second_schema)
+    try:
+        acme = Tenant("acme", "Asia/Tokyo")
+        globex = Tenant("globex", disabled=True, external_allowed=True, former_time_zones=(FormerZone("Asia/Tokyo", 5),))
+        loaded = await catalog.load()
+        assert (loaded.tenants, [tenant.weight for tenant in loaded.tenants]) == ([acme, globex], [1, 1])
+        heavier = replace(globex, weight=1_000)
+        await catalog.apply(loaded.version, CatalogChange(AuditEntry(T0_MS, "ada", "tenant.patch", "globex", "{}"), [heavier]))
+        assert (await catalog.load()).tenants == [acme, heavier]
         report = await ledger.verify()
         assert report.is_clean and (report.holds, report.open_holds) == (2, 1)
     finally:

@@ -32,7 +32,7 @@ INTERNAL = {errors.StaleEpoch.code, errors.StateLocked.code, errors.StateUnreada
 """Errors that never leave the process."""
 
 ADMIN_OPTIONS = {"--state", "--admin", "--admin-key"}
-NO_CLIENTS = ("weir up", "weir generate", "weir ledger verify")
+NO_CLIENTS = ("weir up", "weir generate", "weir ledger verify", "weir sim run")
 """Commands that do not ask the management API."""
 
 

@@ -26,6 +26,7 @@ concurrency = 2
 [engine]
 idle_ms = 500
 probe_ms = 100
+restart_backoff_ms = 1
 [gateway]
 slow_client_grace_ms = 500
 body_bytes_max = 20000
@@ -59,8 +60,9 @@ def _fields(script: Script) -> dict[str, Any]:
 
 ENDINGS = [
     Script(), Script(end="length"), Script(status=500), Script(status=400), Script(end="garbage"), Script(end="error"),
-    Script(end="unfinished"), Script(end="cut"), Script(end="stall"), Script(counts=False), Script(end="reset"),
+    Script(end="unfinished"), Script(end="cut"), Script(end="stall"), Script(end="reset"), Script(counts=False),
 ]  # fmt: skip
+"""The last one works, so that the replica is trusted in full again."""
 
 COMPLETED = ENDINGS[:2]
 LONG = Script(tokens=200, gap_ms=20)

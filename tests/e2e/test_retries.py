@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ concurrency = 4
 [engine]
 idle_ms = 700
 probe_ms = 100
+restart_backoff_ms = 10
 """
 ANSWERS: list[tuple[Surface, bool]] = [("native", True), ("native", False), ("chat", True), ("chat", False)]
 RESET = Script(tokens=0, first_ms=1, end="reset")
@@ -41,6 +43,18 @@ class Pair:
         self.failing.always = failure
         async with self.stage.call(caller, asked, "it", surface=surface, stream=stream) as call:
             return await read_shown(call)
+
+    async def mend(self) -> None:
+        """The failing engine answers, and is asked until its replica is trusted in full again."""
+        self.failing.always, caller, numbers = None, self.stage.demo_caller(), count(1)
+
+        async def is_trusted() -> bool:
+            if await self._both_ready():
+                return True
+            await self.stage.run(caller, Script(), f"mend-{self.failing.started}-{next(numbers)}", stream=False)
+            return False
+
+        await wait_until(is_trusted, "both replicas are ready")
 
     async def _both_ready(self) -> bool:
         replicas = (await self.stage.admin("GET", "replicas"))["replicas"]
@@ -72,6 +86,7 @@ async def test_a_failed_attempt_is_followed_by_one_clean_answer(tmp_path: Path) 
         asked = Script(tokens=6, note="asked")
         for name, failure in FAILURES.items():
             for surface, stream in ANSWERS:
+                await pair.mend()
                 caller, started = await pair.stage.caller(), pair.failing.started
                 shown = await pair.run(failure, caller, asked, surface, stream)
                 case = (name, surface, stream, shown)

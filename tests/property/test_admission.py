@@ -46,12 +46,13 @@ def test_admitted() -> None:
 
 
 # What is wrong, in the order in which it is found: each row's refusal wins over all rows below it.
-WRONGS = ("key", "alias", "revision", "id", "limit", "queue", "lanes", "wait", "deadline")
+WRONGS = ("key", "alias", "revision", "id", "body", "limit", "queue", "lanes", "wait", "deadline")
 CODES = {
     "key": "revoked",
     "alias": "unknown_alias",
     "revision": "unknown_alias",
     "id": "request_id_reused",
+    "body": "quarantined",
     "limit": "concurrency_limited",
     "queue": "queue_full",
     "lanes": "no_capacity",
@@ -65,7 +66,7 @@ def test_the_first_failure_is_the_answer(wrongs: set[str]) -> None:
     """Protects the order of checks: whatever else is wrong, the earliest check answers."""
     keys = {b"digest": replace(SNAPSHOT.keys[b"digest"], revoked="key" in wrongs)}
     snapshot = replace(SNAPSHOT, keys=keys, aliases={} if "alias" in wrongs else SNAPSHOT.aliases)
-    asked = replace(ASKED, revision=OTHER.id if "revision" in wrongs else REVISION.id)
+    asked = replace(ASKED, revision=OTHER.id if "revision" in wrongs else REVISION.id, is_quarantined="body" in wrongs)
     bound = replace(RAN, body_digest=b"other") if "id" in wrongs else None
     book = _limited(concurrency=0) if "limit" in wrongs else Book()
     door = Door(

@@ -14,17 +14,18 @@ from weir.core.routing.replica import (
     advance,
 )
 
-ANSWERED, DOUBTED, DRAIN, STOP, FAIL = ReplicaEvent
-STARTING, READY, SUSPECT, DRAINING, STOPPED, FAILED = ReplicaState
+ANSWERED, DOUBTED, PROVEN, DRAIN, STOP, FAIL = ReplicaEvent
+STARTING, READY, SUSPECT, HALF_OPEN, DRAINING, STOPPED, FAILED = ReplicaState
 
-# state: the state after answered, doubted, drain, stop, fail; None where the event is illegal
+# state: the state after answered, doubted, proven, drain, stop, fail; None where the event is illegal
 TABLE = {
-    STARTING: (READY, STARTING, None, STOPPED, FAILED),
-    READY: (READY, SUSPECT, DRAINING, None, FAILED),
-    SUSPECT: (READY, SUSPECT, DRAINING, None, FAILED),
-    DRAINING: (DRAINING, DRAINING, DRAINING, STOPPED, FAILED),
-    STOPPED: (None, None, None, None, None),
-    FAILED: (None, None, None, None, None),
+    STARTING: (READY, STARTING, None, None, STOPPED, FAILED),
+    READY: (READY, SUSPECT, None, DRAINING, None, FAILED),
+    SUSPECT: (HALF_OPEN, SUSPECT, None, DRAINING, None, FAILED),
+    HALF_OPEN: (HALF_OPEN, SUSPECT, READY, DRAINING, None, FAILED),
+    DRAINING: (DRAINING, DRAINING, None, DRAINING, STOPPED, FAILED),
+    STOPPED: (None, None, None, None, None, None),
+    FAILED: (None, None, None, None, None, None),
 }
 
 

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from weir.core.routing.placement import place
 from weir.core.routing.replica import Replica, ReplicaEvent, ReplicaLimits
-from weir.core.scheduling.feasibility import LaneOccupancy, predicted_wait_ms
-from weir.core.scheduling.queues import DomainQueue, QueueBounds
+from weir.core.scheduling.feasibility import PrefillTime, ServiceRate, WaitBias, predicted_wait_ms
+from weir.core.scheduling.queues import DomainQueue, Entry, QueueBounds
 from weir.core.scheduling.schedule import next_start
 
 
@@ -19,7 +19,7 @@ def _replica(name: str, pool: str, concurrency: int) -> Replica:
 def _queue(*entries: tuple[str, int]) -> DomainQueue[int]:
     queue: DomainQueue[int] = DomainQueue(QueueBounds())
     for tenant, key in entries:
-        queue.push(tenant, key, 1)
+        queue.push(Entry(tenant, key, 1, 1, 0))
     return queue
 
 
@@ -54,7 +54,7 @@ def test_a_retry_starts_elsewhere_and_before_others(failed: list[str], fresh: in
     """Protects retries and the rest: never on the replica that failed it, first wherever it fits, and it holds up nobody."""
     queue = _queue(*(("t", key) for key in range(fresh)))
     for number, avoid in enumerate(failed):
-        queue.push_ahead("t", 100 + number, 1, avoid)
+        queue.push_ahead(Entry("t", 100 + number, 1, 1, 0), avoid)
     replicas = [_replica(f"r{number}", "x", max(1, size)) for number, size in enumerate(sizes)]
     for replica, size in zip(replicas, sizes, strict=True):
         if not size:
@@ -79,32 +79,82 @@ def test_nothing_starts_without_entries_or_replicas() -> None:
     assert next_start({"x": _queue(("t", 1))}, {}) is None
 
 
-@given(st.integers(0, 500), st.integers(1, 64), st.integers(0, 64), st.floats(1, 60_000))
-def test_the_predicted_wait(waiting: int, lanes: int, free: int, mean_ms: float) -> None:
-    """Protects the door: no wait with a free lane for everybody ahead; else it grows with the queue and falls with lanes."""
-    free = min(free, lanes)
-    occupancy = LaneOccupancy(mean_ms)
-    wait_ms = predicted_wait_ms(waiting, lanes, free, occupancy)
-    assert (wait_ms == 0) == (waiting < free)
-    assert wait_ms <= predicted_wait_ms(waiting + 1, lanes, free, occupancy)
-    assert wait_ms >= predicted_wait_ms(waiting, lanes + 1, free, occupancy)
-    behind = waiting + 1 - free
-    assert behind <= 0 or wait_ms - 1 <= behind * mean_ms / lanes < wait_ms
+SECOND = 10**9
 
 
-@given(st.floats(1, 1e5), st.lists(st.floats(1, 1e5), min_size=1, max_size=50))
-def test_the_estimate_stays_among_what_was_seen(prior_ms: float, seen_ms: list[float]) -> None:
+@given(st.integers(0, 10**6), st.integers(1, 64), st.integers(1, 10**5))
+def test_the_predicted_wait(work: int, lanes: int, request_ms: int) -> None:
+    """Protects the door: it grows with the work ahead and falls with lanes; with none, it is the time until a lane frees."""
+    rate = ServiceRate(request_ms * 10**6, 1_000)
+    wait_ms = predicted_wait_ms(work, lanes, rate, 0)
+    assert wait_ms <= predicted_wait_ms(work + 1, lanes, rate, 0)
+    assert wait_ms >= predicted_wait_ms(work, lanes + 1, rate, 0)
+    expected_ms = (1 + work / 1_000) * request_ms / lanes
+    assert abs(wait_ms - expected_ms) <= 1 + expected_ms / 10**9
+
+
+@given(st.integers(1, 10**5), st.lists(st.tuples(st.integers(1, 10**5), st.integers(1, 10**4)), min_size=1, max_size=50))
+def test_the_estimate_stays_among_what_was_seen(prior_ms: int, seen: list[tuple[int, int]]) -> None:
     """Protects predictions: a mean of prior and evidence, never outside of both."""
-    occupancy = LaneOccupancy(prior_ms)
-    for each_ms in seen_ms:
-        occupancy.observe(int(each_ms * 1e6))
-    low, high = min(prior_ms, *seen_ms), max(prior_ms, *seen_ms)
-    assert low - 1 <= occupancy.mean_ms <= high + 1
+    rate = ServiceRate(prior_ms * 10**6, 1_000)
+    for number, (each_ms, cost) in enumerate(seen):
+        rate.observe(cost, each_ms * 10**6, number * SECOND)
+    now_ns = len(seen) * SECOND
+    whole = [prior_ms, *(each_ms for each_ms, _ in seen)]
+    assert min(whole) * 0.999 <= rate.request_ns(now_ns) / 1e6 <= max(whole) * 1.001
+    units = [prior_ms / 1_000, *(each_ms / cost for each_ms, cost in seen)]
+    assert min(units) * 0.999 <= rate.lane_ns(1, now_ns) / 1e6 <= max(units) * 1.001
 
 
 def test_a_wrong_prior_meets_evidence() -> None:
-    """Protects predictions: thirty observations make up for any start."""
-    occupancy = LaneOccupancy(60_000.0)
-    for _ in range(30):
-        occupancy.observe(100_000_000)
-    assert occupancy.mean_ms < 200
+    """Protects predictions: a minute of evidence makes up for any start, and after an hour of silence the prior holds again."""
+    rate = ServiceRate(60 * SECOND, 1_000)
+    for number in range(600):
+        rate.observe(1_000, SECOND // 10, number * SECOND // 10)
+    assert rate.request_ns(60 * SECOND) < SECOND // 2
+    assert rate.request_ns(3_600 * SECOND) > 59 * SECOND
+
+
+@given(
+    st.floats(0, 10**9),
+    st.floats(0, 10**6),
+    st.lists(st.integers(1, 10_000), min_size=2, max_size=60).filter(lambda lengths: max(lengths) > 1.5 * min(lengths)),
+    st.integers(1, 20_000),
+)
+def test_prefill_is_a_line_through_what_was_measured(fixed_ns: float, each_ns: float, lengths: list[int], asked: int) -> None:
+    """Protects the last check before a start: a start-up time and a time per token are told apart, whatever the mix."""
+    prefill = PrefillTime()
+    assert prefill.expected_ns(asked) == 0
+    for length in lengths:
+        prefill.observe(length, int(fixed_ns + each_ns * length))
+    expected = fixed_ns + each_ns * asked
+    assert abs(prefill.expected_ns(asked) - expected) <= 1_000 + 0.01 * expected
+
+
+def test_inputs_all_alike_say_nothing_of_longer_ones() -> None:
+    """Protects long inputs from being dropped on no evidence: what was measured is what is expected."""
+    prefill = PrefillTime()
+    for _ in range(20):
+        prefill.observe(30, 40_000_000)
+    assert abs(prefill.expected_ns(2_000) - 40_000_000) <= 1
+
+
+@given(st.floats(0.3, 3.5), st.integers(1, 200), st.integers(50, 5_000))
+def test_a_flow_that_waits_longer_than_predicted_is_predicted_longer(ratio: float, per_second: int, base_ms: int) -> None:
+    """Protects admitted requests of a flow that others pass: within a minute predictions are right, at any rate of requests."""
+    bias = WaitBias(0)
+    for number in range(60 * per_second):
+        now_ns = number * SECOND // per_second
+        bias.observe(base_ms * bias.factor(now_ns), base_ms * ratio, now_ns)
+    assert abs(bias.factor(60 * SECOND) / ratio - 1) < 0.1
+    assert abs(bias.factor(660 * SECOND) - 1) < 0.01
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10**6), st.floats(0, 10**6), st.integers(0, 10**10)), max_size=40))
+def test_a_correction_is_bounded(observed: list[tuple[float, float, int]]) -> None:
+    """Protects the door from one absurd wait: a factor of four at most, either way."""
+    bias, now_ns = WaitBias(0), 0
+    for predicted_ms, waited_ms, passed_ns in observed:
+        now_ns += passed_ns
+        bias.observe(predicted_ms, waited_ms, now_ns)
+        assert 0.2499 < bias.factor(now_ns) < 4.001

@@ -57,7 +57,8 @@ class Desk:
     def __init__(self, ledger: MemoryLedger, recovered: Recovered) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        clock, config, fleet = StepClock(loop), CoordinatorConfig(), Fleet()
+        clock, config = StepClock(loop), CoordinatorConfig()
+        fleet = Fleet(clock)
         self.ledger, self.heard, self.book = ledger, list[Down](), recovered.book
         self.executions = ExecutionTable(ledger, 100, config.request_id_ms, config.store_wait_ms)
         parts = CoordinatorParts(

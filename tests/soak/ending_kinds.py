@@ -18,7 +18,7 @@ import pytest
 from tests.e2e.ending_stage import ENDINGS, Caller, Payer, Shown, Stage, read_shown, wait_until
 from tests.e2e.running_cell import STOP_S
 from tests.e2e.scripted_engine import Script, ScriptedEngine
-from tests.e2e.sse_client import Call, ask
+from tests.e2e.sse_client import Call
 from tests.e2e.test_endings import locked_store
 from tests.soak.cell_size import repeat
 
@@ -31,6 +31,7 @@ concurrency = {LANES}
 early_headers_ms = 100
 [engine]
 probe_ms = 100
+restart_backoff_ms = 100
 [coordinator]
 queue_wait_ms = 400
 remembered_executions = 100
@@ -112,12 +113,16 @@ class Arena:
         await wait_until(is_reached, f"{generations} generations run")
 
     async def wait_ready(self) -> None:
-        """Wait until a replica takes work."""
+        """Wait until the replica takes work in full: one that failed is first asked for one thing at a time."""
+        other = self.stage.demo_caller()
 
         async def is_ready() -> bool:
-            return (await ask(self.stage.cell.api, "/readyz")).status == 200
+            [replica] = (await self.stage.admin("GET", "replicas"))["replicas"]
+            if replica["state"] == "half_open":
+                await self.stage.run(other, Script(), self.new_id(), stream=False)
+            return bool(replica["state"] == "ready")
 
-        await wait_until(is_ready, "a replica is ready")
+        await wait_until(is_ready, "the replica is ready")
 
 
 Round = Callable[[Arena, int], Awaitable[None]]
@@ -148,7 +153,7 @@ def steadily(script: Script, **form: Any) -> Round:
 
 
 def together(script: Script) -> Round:
-    """All at once, for they end at once: each makes the replica suspect, which refuses others until its next probe."""
+    """All at once, for they end at once: each makes the replica suspect, which refuses others until it is tried again."""
 
     async def run_round(arena: Arena, size: int) -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -21,6 +21,7 @@ concurrency = 16
 [engine]
 idle_ms = 1000
 probe_ms = 100
+restart_backoff_ms = 100
 [coordinator]
 remembered_executions = 100
 """
@@ -62,7 +63,7 @@ KINDS: dict[str, Script] = {
     "deadline": Script(tokens=400, gap_ms=10),
 }
 RARE = ("replica_lost", "stalled")
-"""These make the replica suspect until its next probe, so that others are refused meanwhile."""
+"""These make the replica suspect until it is tried again, so that others are refused meanwhile."""
 REFUSED = ("no_capacity", "deadline_unmeetable_now", "queue_wait_exceeded")
 
 

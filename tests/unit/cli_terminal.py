@@ -16,7 +16,7 @@ import uvicorn
 
 from weir.api.admin import AdminParts, create_admin_app
 from weir.control.bootstrap import DEMO_PRICE, bootstrap, draft_keys, shown_secrets
-from weir.control.cell_view import PoolReport, ReplicaReport
+from weir.control.cell_view import Explanations, PoolReport, ReplicaReport
 from weir.control.commands import Commands
 from weir.control.declared_models import DeclaredModels
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
@@ -52,6 +52,28 @@ class SeededEntropy:
         return self._random.randbytes(size)
 
 
+def explained(tenant: str, request_id: str) -> dict[str, Any]:
+    """A timeline with every form that a figure has, as the coordinator renders it."""
+    take = {"limit": "tokens_per_minute", "units": 1_100, "application": "assistant"}
+    candidates = [
+        {"replica": "r-1", "free": 0, "running": 4, "why_not": "full"},
+        {"replica": "r-2", "free": 3, "running": 1, "score": 0.25},
+    ]
+    events = [
+        {"event": "received", "at_ms": 0.0, "alias": "assistant", "stream": True},
+        {"event": "admitted", "at_ms": 0.5, "held_microusd": 1_500, "held_tokens": 1_100}
+        | {"windows": ["day/2023-11-14", "lifetime"], "scopes": [{"tenant": tenant}, {"tenant": tenant, "alias": "assistant"}]}
+        | {
+            "takes": [take, {"limit": "requests_per_minute", "units": 1}],
+            "door": {"lanes": 8, "free": 3, "predicted_wait_ms": 0},
+        },
+        {"event": "dispatched", "at_ms": 12.0, "attempt": 1, "replica": "r-2", "candidates": candidates},
+        {"event": "rejected", "at_ms": 13.0, "figures": {"scope": {"tenant": tenant}, "limit": 5_000_000}, "ttft_ms": 6.7077},
+    ]
+    named = {"tenant": tenant, "request_id": request_id, "execution": 2, "status": "running", "rejections": None}
+    return {**named, "arrived_at_ms": 1_700_000_000_000, "delivery_steps": 3, "dropped_events": 1, "events": events}
+
+
 class EmptyCell:
     """A cell without replicas or traffic, and with one budget."""
 
@@ -70,6 +92,11 @@ class EmptyCell:
 
     async def generation(self, tenant: str, request_id: str) -> GenerationRecord | None:
         return None
+
+    async def explanations(self, request_id: str, tenant: str | None = None) -> Explanations:
+        return Explanations(
+            [explained(tenant or "acme", request_id)] if request_id == "explained" else [], 7, 1_700_000_000_000
+        )
 
 
 class BusyLedger(MemoryLedger):

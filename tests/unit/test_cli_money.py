@@ -78,9 +78,30 @@ async def test_a_tenants_time_zone_is_set_and_shown(terminal: Terminal) -> None:
     changed = await terminal.good("tenant", "set", "acme", "--time-zone", "Asia/Tokyo")
     assert (changed["time_zone"], changed["external_allowed"]) == ("Asia/Tokyo", False)
     assert (await terminal.good("tenant", "set", "acme", "--external-allowed"))["time_zone"] == "Asia/Tokyo"
-    assert ["acme", "Asia/Tokyo", "active", "yes"] in cells((await terminal.run("tenant", "list")).out)
+    assert ["acme", "Asia/Tokyo", "1", "active", "yes"] in cells((await terminal.run("tenant", "list")).out)
     refused = await terminal.run("tenant", "set", "acme", "--time-zone", "Mars/Base")
     assert refused.status == 1 and "time_zone" in refused.err
+
+
+async def test_a_tenants_weight_is_set_shown_and_audited(terminal: Terminal) -> None:
+    """Protects the order between tenants: a weight is set by itself, a wrong one is refused with the range."""
+    created = await terminal.good("tenant", "create", "initech", "--weight", "1000")
+    assert created["weight"] == 1_000 and (await terminal.good("tenant", "show", "acme"))["weight"] == 1
+    changed = await terminal.good("tenant", "set", "acme", "--weight", "20")
+    assert (changed["weight"], changed["time_zone"], changed["external_allowed"]) == (20, "UTC", False)
+    await terminal.good("tenant", "set", "acme", "--external-allowed", "--time-zone", "Asia/Tokyo")
+    listed = cells((await terminal.run("tenant", "list")).out)
+    assert ["acme", "Asia/Tokyo", "20", "active", "yes"] in listed and ["initech", "UTC", "1,000", "active"] in listed
+    lines = [line for line in (await terminal.run("audit", "--limit", "3")).out.splitlines() if " tenant." in line]
+    assert [line.split(maxsplit=4)[4].strip() for line in lines] == [
+        "external_allowed false → true, time_zone UTC → Asia/Tokyo",
+        "weight 1 → 20",
+        "external_allowed false, time_zone UTC, weight 1,000",
+    ]
+    for words in (("create", "x", "--weight", "0"), ("set", "acme", "--weight", "1001")):
+        refused = await terminal.run("tenant", *words)
+        assert refused.status == 1 and "weight must be a whole number from 1 to 1000" in refused.err
+    assert (await terminal.run("tenant", "set", "acme", "--weight", "1.5")).status == 2
 
 
 # ── prices ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -239,7 +260,7 @@ async def test_who_changed_what_is_listed_newest_first(terminal: Terminal) -> No
     lines = [line.split(maxsplit=4) for line in shown.out.splitlines() if line.strip() and "─" not in line]
     at, subject = "2023-11-14T22:13:20.000Z", "tenant=acme/application=assistant"
     assert [[cell.strip() for cell in line] for line in lines[1:]] == [
-        [at, "owner", "tenant.create", "initech", "external_allowed false, time_zone Asia/Tokyo"],
+        [at, "owner", "tenant.create", "initech", "external_allowed false, time_zone Asia/Tokyo, weight 1"],
         [at, "owner", "limits.put", subject, "concurrency 3 → none"],
         [at, "owner", "limits.put", subject, "concurrency none → 3, tokens_per_day none → 1,000,000"],
     ]

@@ -103,7 +103,7 @@ async def test_a_created_tenant_is_in_the_snapshot_that_was_published_and_in_the
     assert desk.published[-1].tenants["acme"] == tenant
     [entry] = await desk.commands.audit_trail(10)
     assert (entry.actor, entry.action, entry.subject, entry.at_ms) == ("ann", "tenant.create", "acme", 1_700_000_000_000)
-    assert json.loads(entry.summary) == {"time_zone": "Europe/Berlin", "external_allowed": True}
+    assert json.loads(entry.summary) == {"time_zone": "Europe/Berlin", "external_allowed": True, "weight": 1}
 
 
 @pytest.mark.parametrize("name", ["", "-acme", ".acme", "Acme", "a" * 64, "a b", "acme\n", "ünit", "a/b"])
@@ -126,6 +126,35 @@ async def test_a_time_zone_must_be_known_at_creation_and_at_change(zone: str) ->
     for attempt in (commands.create_tenant("ann", "other", zone), commands.patch_tenant("ann", "acme", time_zone=zone)):
         refusal = await refused(attempt, errors.InvalidRequest)
         assert refusal.members["field"] == "time_zone"
+
+
+@pytest.mark.parametrize("weight", [0, -1, 1_001, INT64_MAX, True, False, 1.0, float("nan"), "1", "", [], {}])
+async def test_only_whole_numbers_in_range_are_weights(weight: Any) -> None:
+    """Protects the order between tenants from a weight that starves one or divides by nothing."""
+    desk = await Desk().with_acme()
+    for attempt in (
+        desk.commands.create_tenant("ann", "other", weight=weight),
+        desk.commands.patch_tenant("ann", "acme", weight=weight),
+    ):
+        refusal = await refused(attempt, errors.InvalidRequest)
+        assert refusal.members == {"field": "weight", "accepted": "an integer 1 … 1000"}
+    assert [(tenant.name, tenant.weight) for tenant in (await desk.store.load()).tenants] == [("acme", 1)]
+
+
+async def test_a_weight_is_set_published_and_audited_before_and_after() -> None:
+    """Protects the order between tenants: what is set is what the data plane gets, and the trail tells what it was."""
+    desk = await Desk().with_acme()
+    made, _ = await desk.commands.create_tenant("ann", "globex", weight=1_000)
+    assert made.weight == desk.published[-1].tenants["globex"].weight == 1_000
+    assert desk.published[-1].tenants["acme"].weight == 1
+    changed, _ = await desk.commands.patch_tenant("ann", "acme", weight=3, disabled=False)
+    assert changed == desk.published[-1].tenants["acme"] and changed.weight == 3
+    version = desk.published[-1].version
+    await desk.commands.patch_tenant("ann", "acme", weight=3)
+    await desk.commands.patch_tenant("ann", "acme", time_zone="Asia/Tokyo")
+    assert (desk.published[-1].version, desk.published[-1].tenants["acme"].weight) == (version + 1, 3)
+    zone, weight, created = (json.loads(entry.summary) for entry in await desk.commands.audit_trail(3))
+    assert (zone, weight, created["weight"]) == ({"time_zone": ["UTC", "Asia/Tokyo"]}, {"weight": [1, 3]}, 1_000)
 
 
 async def test_names_are_never_given_twice_even_after_a_revocation() -> None:

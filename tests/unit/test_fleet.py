@@ -3,9 +3,24 @@
 import pytest
 
 from weir.coordinator.fleet import Fleet
+from weir.core.endings import FinishReason
 from weir.core.registry.model import EngineKind
 from weir.core.routing.replica import ReplicaState
 from weir.messages import ReplicaAddress
+from weir.units import Millis, Nanos, ns_from_ms
+
+
+class HandClock:
+    """Time that a test moves by hand."""
+
+    def __init__(self) -> None:
+        self.now_ns: Nanos = 0
+
+    def monotonic_ns(self) -> Nanos:
+        return self.now_ns
+
+    def wall_ms(self) -> Millis:
+        return 0
 
 
 def _address(name: str, url: str = "") -> ReplicaAddress:
@@ -13,9 +28,15 @@ def _address(name: str, url: str = "") -> ReplicaAddress:
 
 
 @pytest.fixture
-def fleet() -> Fleet:
+def clock() -> HandClock:
+    """The fleet's clock."""
+    return HandClock()
+
+
+@pytest.fixture
+def fleet(clock: HandClock) -> Fleet:
     """A pool with two replicas that start."""
-    fleet = Fleet()
+    fleet = Fleet(clock)
     fleet.add_pool("pool", "rev")
     fleet.add("a", "pool", 2)
     fleet.add("b", "pool", 3)
@@ -48,8 +69,8 @@ def test_a_retry_counts_the_other_replicas(fleet: Fleet) -> None:
     assert (fleet.lanes(pool), fleet.lanes(pool, "a"), fleet.lanes(pool, "b")) == ((5, 5), (3, 3), (2, 2))
 
 
-def test_a_doubted_replica_takes_no_work_until_it_answers(fleet: Fleet) -> None:
-    """Protects requests from a replica that failed one: suspect, announced once, back with the next answer."""
+def test_a_doubted_replica_takes_no_work_until_it_answers(fleet: Fleet, clock: HandClock) -> None:
+    """Protects requests from a replica that failed one: suspect, announced once, tried again with an answer after a second."""
     changes: list[int] = []
     fleet.on_change = lambda: changes.append(len(fleet.ready_addresses()))
     fleet.answered(_address("a"))
@@ -59,7 +80,35 @@ def test_a_doubted_replica_takes_no_work_until_it_answers(fleet: Fleet) -> None:
     assert changes == [1, 0] and not fleet.ready_addresses()
     assert _states(fleet) == {"a": ReplicaState.SUSPECT, "b": ReplicaState.STARTING}
     fleet.answered(_address("a"))
-    assert len(fleet.ready_addresses()) == 1
+    assert changes == [1, 0] and not fleet.ready_addresses()
+    clock.now_ns = ns_from_ms(1_000)
+    fleet.answered(_address("a"))
+    assert changes == [1, 0, 1] and _states(fleet)["a"] is ReplicaState.HALF_OPEN
+    fleet.drain("pool", "a")
+    assert _states(fleet)["a"] is ReplicaState.DRAINING
+
+
+def test_only_what_can_be_used_now_counts(fleet: Fleet, clock: HandClock) -> None:
+    """Protects the door after a loss: no lane of a suspect replica, one of a half-open one, and all once trials went well."""
+    changes: list[tuple[str, ...]] = []
+    fleet.on_change = lambda: changes.append(tuple(address.name for address in fleet.ready_addresses()))
+    [pool] = fleet.pools
+    for name in ("a", "b"):
+        fleet.answered(_address(name))
+    replica = pool.replicas["a"]
+    fleet.attempt_ended(replica, replica.take_lane(), FinishReason.STALLED)
+    assert fleet.lanes(pool) == (3, 3)
+    replica.free_lane(0)
+    clock.now_ns = ns_from_ms(1_000)
+    fleet.answered(_address("a"))
+    assert fleet.lanes(pool) == (4, 4) and fleet.lanes(pool, "b") == (1, 1)
+    for _ in range(3):
+        lane = replica.take_lane()
+        assert fleet.lanes(pool) == (4, 3)
+        fleet.attempt_ended(replica, lane, FinishReason.STOP)
+        replica.free_lane(lane)
+    assert fleet.lanes(pool) == (5, 5)
+    assert changes == [("a",), ("a", "b"), ("b",), ("b", "a"), ("a", "b")]
 
 
 def test_a_condemned_replica_is_reported(fleet: Fleet) -> None:
@@ -102,7 +151,7 @@ def test_a_draining_replica_finishes_what_runs(fleet: Fleet) -> None:
 
 def test_a_pool_on_demand_asks_for_a_replica() -> None:
     """Protects the first request of an idle pool: it starts one and is told when to come back."""
-    fleet, asked = Fleet(), list[str]()
+    fleet, asked = Fleet(HandClock()), list[str]()
     fleet.on_demand = asked.append
     fleet.add_pool("idle", "rev", on_demand=True)
     fleet.add_pool("idle", "rev", on_demand=True)

@@ -186,8 +186,9 @@ def test_connecting_is_bounded(run: Run) -> None:
 
     async def main() -> None:
         async with http_client(connect_ms=100) as client:
-            with _full_listener() as address, pytest.raises(ReplicaLost):
+            with _full_listener() as address, pytest.raises(ReplicaLost) as caught:
                 await client.request(get(f"http://127.0.0.1:{address}"), timeout_ms=LONG_MS)
+            assert not caught.value.reached
 
     run(main())
 

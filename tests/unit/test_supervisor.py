@@ -47,7 +47,7 @@ class Launches:
 
 async def test_an_idle_replica_takes_no_work_while_it_stops() -> None:
     """Protects the request that comes as an on-demand replica stops: it is not given to a process that ends."""
-    fleet, engine, stopped = Fleet(), SimulatedEngine(), asyncio.Event()
+    fleet, engine, stopped = Fleet(SystemClock()), SimulatedEngine(), asyncio.Event()
     ready_then: list[int] = []
 
     def note_stop() -> None:

@@ -116,7 +116,9 @@ def create_admin_app(parts: AdminParts) -> FastAPI:
 async def create_tenant(body: NewTenant, caller: Operator, parts: Parts) -> JSONResponse:
     """Create a tenant."""
     external_allowed = bool(body.external_allowed)
-    tenant, done = await parts.commands.create_tenant(caller.actor, body.name, body.time_zone or "UTC", external_allowed)
+    weight = 1 if body.weight is None else body.weight
+    zone = body.time_zone or "UTC"
+    tenant, done = await parts.commands.create_tenant(caller.actor, body.name, zone, external_allowed, weight)
     return acknowledged(TenantView.model_validate(tenant), done, 201)
 
 
@@ -144,6 +146,7 @@ async def patch_tenant(tenant: str, body: TenantPatch, caller: Operator, parts: 
         disabled=body.disabled,
         time_zone=body.time_zone,
         external_allowed=body.external_allowed,
+        weight=body.weight,
     )
     return acknowledged(TenantView.model_validate(changed), done)
 

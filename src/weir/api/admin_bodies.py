@@ -8,10 +8,10 @@ import re
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from weir import errors
-from weir.core.tenancy import LIMIT_NAMES, Role, Scope, ServiceClass
+from weir.core.tenancy import LIMIT_NAMES, TENANT_WEIGHT_MAX, Role, Scope, ServiceClass
 from weir.units import INT64_MAX, Millis
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -48,12 +48,21 @@ class Body(Known):
     model_config = ConfigDict(strict=True)
 
 
+def _whole_number(least: int, most: int) -> dict[str, Any]:
+    return {"anyOf": [{"type": "integer", "minimum": least, "maximum": most}, {"type": "null"}]}
+
+
+Weight = Annotated[Any, WithJsonSchema(_whole_number(1, TENANT_WEIGHT_MAX))]
+"""The command checks type and range in one, so that every refusal names the range."""
+
+
 class NewTenant(Body):
-    """A tenant to create; time_zone is an IANA name, UTC when absent."""
+    """A tenant to create; time_zone is an IANA name, UTC when absent; weight is 1 when absent."""
 
     name: str
     time_zone: str | None = None
     external_allowed: bool | None = None
+    weight: Weight = None
 
 
 class TenantPatch(Body):
@@ -62,6 +71,7 @@ class TenantPatch(Body):
     disabled: bool | None = None
     time_zone: str | None = None
     external_allowed: bool | None = None
+    weight: Weight = None
     retention: Any = None
 
 
@@ -104,8 +114,7 @@ class ScopeBody(Body):
 
 
 def _limits_schema(schema: dict[str, Any]) -> None:
-    amount = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": INT64_MAX}, {"type": "null"}]}
-    schema["properties"] |= dict.fromkeys(LIMIT_NAMES, amount)
+    schema["properties"] |= dict.fromkeys(LIMIT_NAMES, _whole_number(0, INT64_MAX))
     schema["additionalProperties"] = False
 
 

@@ -1,4 +1,4 @@
-"""The management API's reports: usage, accounts, single generations, replicas, pools and the audit trail.
+"""The management API's reports: usage, accounts, single generations and why they went so, replicas, pools, the audit trail.
 
 Every route reads and none changes anything. Reports hold figures and names, never what was asked or answered.
 """
@@ -17,6 +17,7 @@ from weir.api.admin_tables import CSV_TYPE, PARQUET_TYPE, USAGE_FORMATS, format_
 from weir.api.admin_views import (
     AccountView,
     AuditList,
+    ExplanationView,
     GenerationView,
     LedgerView,
     PoolList,
@@ -26,8 +27,12 @@ from weir.api.admin_views import (
     generation_view,
     shown,
 )
+from weir.api.wire import rfc3339
 from weir.control.catalog_lookup import require_tenant
 from weir.ports import UsageQuery
+
+ANY_TENANT = "-"
+"""In place of a tenant's name, which it cannot be."""
 
 router = admin_router()
 
@@ -78,6 +83,26 @@ async def get_generation(tenant: str, request_id: str, caller: Viewer, parts: Pa
     if record is None:
         raise errors.NotFound(f"Tenant {tenant!r} has no such request.")
     return shown(generation_view(record))
+
+
+@router.get("/generations/{tenant}/{request_id}/explanation", response_model=ExplanationView)
+async def get_explanation(tenant: str, request_id: str, caller: Viewer, parts: Parts) -> JSONResponse:
+    """What happened to a tenant's request id of late, admitted or rejected; tenant `-`: the one that used this id."""
+    if tenant != ANY_TENANT:
+        require_tenant(caller.catalog, tenant)
+    found = await parts.cell.explanations(request_id, None if tenant == ANY_TENANT else tenant)
+    tenants = sorted({timeline["tenant"] for timeline in found.timelines})
+    if not tenants:
+        since = rfc3339(found.since_ms)
+        raise errors.NotFound(
+            f"No such request is remembered: timelines of {found.kept} requests are kept, every one since {since}.",
+            members={"kept": found.kept, "since": since},
+        )
+    if len(tenants) > 1:
+        raise errors.InvalidRequest(
+            f"{len(tenants)} tenants have used this request id.", members={"field": "tenant", "accepted": tenants}
+        )
+    return shown(ExplanationView.of(found.timelines))
 
 
 @router.get("/replicas", response_model=ReplicaList)

@@ -4,7 +4,7 @@ No answer has a field for a digest or an engine's credential, so that none can l
 creation only. A field whose default is None is absent when it is None.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -40,6 +40,7 @@ class TenantView(Changed):
     disabled: bool
     revoked: bool
     external_allowed: bool
+    weight: int
 
 
 class ApplicationView(Changed):
@@ -315,6 +316,35 @@ class GenerationView(View):
     usage: dict[str, Any] | None = None
     timing: dict[str, float | None] | None = None
     error: dict[str, str] | None = None
+
+
+class TimelineView(View):
+    """An execution, or a rejected request id with how often it was rejected so far. delivery_steps: beyond the dispatches' own.
+
+    events: each with its name and at_ms, milliseconds after arrived_at; dropped_events: older ones that are not kept.
+    """
+
+    execution: int | None = None
+    status: str
+    arrived_at: str
+    rejections: int | None = None
+    delivery_steps: int
+    dropped_events: int
+    events: list[dict[str, Any]]
+
+
+class ExplanationView(View):
+    """What the cell remembers of a tenant's request id, latest first."""
+
+    tenant: str
+    request_id: str
+    timelines: list[TimelineView]
+
+    @classmethod
+    def of(cls, timelines: Sequence[Mapping[str, Any]]) -> Self:
+        """Timelines of one tenant's request id, at least one."""
+        views = [timeline | {"arrived_at": rfc3339(timeline["arrived_at_ms"])} for timeline in map(dict, timelines)]
+        return cls.model_validate({**timelines[0], "timelines": views})
 
 
 def generation_view(record: GenerationRecord) -> GenerationView:

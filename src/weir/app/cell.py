@@ -118,7 +118,7 @@ class Cell:
         self._clock = SystemClock()
         self._entropy = SystemEntropy()
         self._telemetry = Telemetry()
-        self._fleet = Fleet()
+        self._fleet = Fleet(self._clock, options.config.engine.restart_backoff_ms)
         self._engines = Engines(options.config)
         self._inbox = Inbox()
         config = options.config.coordinator

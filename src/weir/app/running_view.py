@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from weir.control.cell_view import PoolReport, ReplicaReport
+from weir.control.cell_view import Explanations, PoolReport, ReplicaReport
 from weir.control.supervisor import Supervisor
 from weir.coordinator.coordinator import Coordinator
 from weir.coordinator.execution_table import ExecutionTable
@@ -42,6 +42,11 @@ class RunningCell:
     async def generation(self, tenant: str, request_id: str) -> GenerationRecord | None:
         """The latest execution of a request id."""
         return (await self._inbox.lookup(tenant, request_id)).record
+
+    async def explanations(self, request_id: str, tenant: str | None = None) -> Explanations:
+        """What the coordinator remembers of a request id."""
+        timelines = self._coordinator.timelines
+        return Explanations(timelines.of(request_id, tenant), len(timelines), timelines.since_ms)
 
     async def replicas(self) -> Sequence[ReplicaReport]:
         """Every replica that is known."""

@@ -7,9 +7,9 @@ import typer
 
 from weir.cli.admin_client import JsonOption, admin_connection
 from weir.cli.http_api import Connection, connected
-from weir.cli.tables import print_json, print_table
+from weir.cli.tables import print_json, print_table, thousands
 
-_PAIRS = ("limits.put",)
+_PAIRS = ("limits.put", "tenant.patch")
 """Acts whose entries hold the value before and after the change."""
 
 
@@ -30,11 +30,17 @@ def audit(
 
 
 def _changes(entry: dict[str, Any]) -> str:
-    """The fields of an entry, one after the other; a limit as what it was → what it is."""
+    """The fields of an entry, one after the other; of a change as what it was → what it is."""
     return ", ".join(f"{name} {_value(entry['action'], value)}" for name, value in entry["summary"].items())
 
 
 def _value(action: str, value: Any) -> str:
     if action in _PAIRS and isinstance(value, list):
-        return " → ".join("none" if side is None else f"{side:,}" for side in value)
+        return " → ".join("none" if side is None else _plain(side) for side in value)
+    return _plain(value)
+
+
+def _plain(value: Any) -> str:
+    if type(value) is int:
+        return thousands(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -32,8 +32,10 @@ ENTRIES = {
     "limit": Entry("weir.cli.limit", "commands", "Set, show and remove limits."),
     "price": Entry("weir.cli.price", "commands", "Set and show the prices of revisions."),
     "usage": Entry("weir.cli.usage", "usage", "What was used and what it costs."),
+    "explain": Entry("weir.cli.explanation", "explain", "What happened to one request, and why."),
     "ledger": Entry("weir.cli.ledger", "commands", "What is held and spent; check a whole ledger."),
     "audit": Entry("weir.cli.audit_trail", "audit", "Who changed what, and when."),
+    "sim": Entry("weir.cli.sim", "commands", "What-if runs: a workload on a fleet, in virtual time."),
 }
 
 

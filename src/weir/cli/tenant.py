@@ -6,10 +6,11 @@ import typer
 
 from weir.cli.admin_client import JsonOption, admin_connection
 from weir.cli.http_api import Connection, connected, segment
-from weir.cli.tables import print_json, print_table, yes_or_blank
+from weir.cli.tables import print_json, print_table, thousands, yes_or_blank
 
 commands = typer.Typer(no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="The tenant's name.")]
+_WEIGHT_HELP = "Its share of a busy pool next to others' weights, 1 to 1000."
 
 
 @commands.command()
@@ -19,9 +20,10 @@ def create(
     name: Name,
     time_zone: Annotated[str, typer.Option(help="IANA time zone of its budget windows.")] = "UTC",
     external_allowed: Annotated[bool, typer.Option(help="May use models outside the platform.")] = False,
+    weight: Annotated[int, typer.Option(help=_WEIGHT_HELP)] = 1,
 ) -> None:
     """Create a tenant."""
-    body = {"name": name, "time_zone": time_zone, "external_allowed": external_allowed}
+    body = {"name": name, "time_zone": time_zone, "external_allowed": external_allowed, "weight": weight}
     print_json(connection.call("POST", "/admin/v1/tenants", body))
 
 
@@ -33,12 +35,13 @@ def list_tenants(connection: Connection, as_json: JsonOption = False) -> None:
     if as_json:
         print_json(tenants)
     else:
-        print_table(("tenant", "time zone", "state", "external"), [_row(tenant) for tenant in tenants])
+        columns = ("tenant", "time zone", "weight", "state", "external")
+        print_table(columns, [_row(tenant) for tenant in tenants], numeric=("weight",))
 
 
-def _row(tenant: dict[str, Any]) -> tuple[str, str, str, str]:
+def _row(tenant: dict[str, Any]) -> tuple[str, ...]:
     state = "revoked" if tenant["revoked"] else "disabled" if tenant["disabled"] else "active"
-    return tenant["name"], tenant["time_zone"], state, yes_or_blank(tenant["external_allowed"])
+    return tenant["name"], tenant["time_zone"], thousands(tenant["weight"]), state, yes_or_blank(tenant["external_allowed"])
 
 
 @commands.command()
@@ -55,9 +58,10 @@ def change(
     name: Name,
     time_zone: Annotated[str | None, typer.Option(help="IANA time zone; it takes effect at the next budget windows.")] = None,
     external_allowed: Annotated[bool | None, typer.Option(help="May use models outside the platform.")] = None,
+    weight: Annotated[int | None, typer.Option(help=_WEIGHT_HELP)] = None,
 ) -> None:
     """Change what is given of a tenant; the rest stays."""
-    body = {"time_zone": time_zone, "external_allowed": external_allowed}
+    body = {"time_zone": time_zone, "external_allowed": external_allowed, "weight": weight}
     print_json(connection.call("PATCH", f"/admin/v1/tenants/{segment(name)}", body))
 
 

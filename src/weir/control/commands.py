@@ -25,7 +25,14 @@ from weir.control.catalog_lookup import (
 )
 from weir.control.credentials import new_credential
 from weir.control.snapshots import build_snapshot
-from weir.control.validation import check_name, check_prices, check_time_zone, checked_aliases, checked_limits
+from weir.control.validation import (
+    check_name,
+    check_prices,
+    check_time_zone,
+    check_weight,
+    checked_aliases,
+    checked_limits,
+)
 from weir.core.metering import Price
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import (
@@ -91,13 +98,14 @@ class Commands:
     # ── tenants ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def create_tenant(
-        self, actor: str, name: str, time_zone: str = "UTC", external_allowed: bool = False
+        self, actor: str, name: str, time_zone: str = "UTC", external_allowed: bool = False, weight: int = 1
     ) -> Outcome[Tenant]:
-        """A new tenant. Raises InvalidRequest for the name or the time zone, AlreadyExists."""
+        """A new tenant. Raises InvalidRequest for the name, the time zone or the weight, AlreadyExists."""
         check_name("name", name)
         check_time_zone(time_zone)
-        tenant = Tenant(name, time_zone, external_allowed=external_allowed)
-        summary = {"time_zone": time_zone, "external_allowed": external_allowed}
+        check_weight(weight)
+        tenant = Tenant(name, time_zone, external_allowed=external_allowed, weight=weight)
+        summary = {"time_zone": time_zone, "external_allowed": external_allowed, "weight": weight}
         entry = self.audit_entry(actor, "tenant.create", name, summary)
 
         def plan(catalog: Catalog) -> tuple[Tenant, CatalogChange]:
@@ -115,20 +123,24 @@ class Commands:
         disabled: bool | None = None,
         time_zone: str | None = None,
         external_allowed: bool | None = None,
+        weight: int | None = None,
     ) -> Outcome[Tenant]:
         """Change what is given; None stays. A time zone takes effect at the tenant's next budget windows.
 
-        Raises InvalidRequest for the time zone, or for too many of them within a month, NotFound, Revoked.
+        The audit trail shows each changed field as [before, after].
+        Raises InvalidRequest for the weight, the time zone, or too many of them within a month, NotFound, Revoked.
         """
         if time_zone is not None:
             check_time_zone(time_zone)
-        wanted = {"disabled": disabled, "time_zone": time_zone, "external_allowed": external_allowed}
+        if weight is not None:
+            check_weight(weight)
+        wanted = {"disabled": disabled, "time_zone": time_zone, "external_allowed": external_allowed, "weight": weight}
         changes: dict[str, Any] = {field: value for field, value in wanted.items() if value is not None}
-        entry = self.audit_entry(actor, "tenant.patch", name, changes)
 
         def plan(catalog: Catalog) -> tuple[Tenant, CatalogChange | None]:
             tenant = _unrevoked_tenant(catalog, name)
             changed = replace(tenant, **changes, former_time_zones=self._former_zones(tenant, time_zone))
+            entry = self.audit_entry(actor, "tenant.patch", name, _changed(tenant, changes))
             return changed, None if changed == tenant else CatalogChange(entry, tenants=(changed,))
 
         return await self.commit(plan)
@@ -273,7 +285,7 @@ class Commands:
             before = limits_of(catalog, resolved)
             after = replace(before, **accepted)
             subject = "/".join(f"{part}={name}" for part, name in resolved.public().items())
-            changed = {name: [was, now] for name, now in accepted.items() if (was := getattr(before, name)) != now}
+            changed = _changed(before, accepted)
             entry = self.audit_entry(actor, "limits.put", subject, changed)
             return (resolved, after), CatalogChange(entry, limits=((resolved, after),)) if changed else None
 
@@ -344,6 +356,11 @@ class Commands:
     def audit_entry(self, actor: str, action: str, subject: str, summary: Mapping[str, object]) -> AuditEntry:
         """An entry of the audit trail at this moment. summary: JSON values without secrets."""
         return AuditEntry(self._clock.wall_ms(), actor, action, subject, json.dumps(summary, sort_keys=True))
+
+
+def _changed(before: Tenant | Limits, changes: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The changes that are any, each as [before, after]."""
+    return {name: [was, now] for name, now in changes.items() if (was := getattr(before, name)) != now}
 
 
 def _unrevoked_tenant(catalog: Catalog, name: str) -> Tenant:

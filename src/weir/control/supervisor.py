@@ -231,7 +231,7 @@ class Supervisor:
                 return
 
     async def _watch(self, keeping: _PoolKeeping, address: ReplicaAddress) -> None:
-        """Probe until the replica is condemned; each answer makes it ready, each fault suspect."""
+        """Probe until the replica is condemned; the fleet hears of each answer and each fault, and knows what it is worth."""
         condemned = self._condemned[address.name] = asyncio.Event()
         engine = self._engine_for(address.engine)
         try:

@@ -1,4 +1,4 @@
-"""What administrators may set: names, aliases, time zones, limits and prices, each with its accepted form.
+"""What administrators may set: names, aliases, time zones, weights, limits and prices, each with its accepted form.
 
 Pure. A value that is refused is named with its field and what would be accepted.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weir import errors
-from weir.core.tenancy import LIMIT_NAMES
+from weir.core.tenancy import LIMIT_NAMES, TENANT_WEIGHT_MAX
 from weir.units import INT64_MAX
 
 NAME_PATTERN = "[a-z0-9][a-z0-9._-]{0,62}"
@@ -32,6 +32,13 @@ def check_time_zone(name: str) -> None:
         accepted = "an IANA time zone, such as Europe/Berlin"
         members = {"field": "time_zone", "accepted": accepted}
         raise errors.InvalidRequest("time_zone is not a known time zone.", members=members) from unknown
+
+
+def check_weight(value: object) -> None:
+    """Raises InvalidRequest unless it is an integer 1 … TENANT_WEIGHT_MAX."""
+    if type(value) is not int or not 1 <= value <= TENANT_WEIGHT_MAX:
+        members = {"field": "weight", "accepted": f"an integer 1 … {TENANT_WEIGHT_MAX}"}
+        raise errors.InvalidRequest(f"weight must be a whole number from 1 to {TENANT_WEIGHT_MAX}.", members=members)
 
 
 def checked_aliases(aliases: Sequence[str] | None) -> frozenset[str] | None:

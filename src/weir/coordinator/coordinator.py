@@ -21,21 +21,24 @@ import msgspec
 
 from weir import errors
 from weir.config import CoordinatorConfig
-from weir.coordinator.dispatcher import Dispatcher
+from weir.coordinator.blame import Blame, fingerprint_of
+from weir.coordinator.dispatcher import Dispatcher, Turns
+from weir.coordinator.domain import MakeOrder
 from weir.coordinator.execution import Execution
 from weir.coordinator.execution_table import ExecutionTable
+from weir.coordinator.explain import DoorFigures, Timelines, WatchedSessions
 from weir.coordinator.fleet import Fleet, PoolView
 from weir.coordinator.journal import Journal
 from weir.coordinator.ledger_entries import Stamp, hold_record
 from weir.coordinator.queries import Queries
 from weir.coordinator.rejections import RejectionCounter
-from weir.coordinator.sessions import LocalLink, Session, Sessions
+from weir.coordinator.sessions import LocalLink, Session
 from weir.coordinator.settler import Settler
 from weir.coordinator.store_watch import StoreWatch
-from weir.core.admission import Admit, Asked, Bound, decide
+from weir.core.admission import Admit, Asked, Bound, Door, decide
 from weir.core.endings import FinishReason
 from weir.core.ledger import reservation
-from weir.core.ledger.book import Book
+from weir.core.ledger.book import Book, Taken
 from weir.core.ledger.records import ExecutionId
 from weir.core.registry.model import WorkloadClass
 from weir.core.registry.snapshot import Snapshot
@@ -68,7 +71,7 @@ _LATE_RETRY_MS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorParts:
-    """What a coordinator works with."""
+    """What a coordinator works with. order: between tenants; None for the product's, which is fair."""
 
     clock: Clock
     config: CoordinatorConfig
@@ -78,10 +81,11 @@ class CoordinatorParts:
     executions: ExecutionTable
     rejections: RejectionCounter
     telemetry: Telemetry
+    order: MakeOrder | None = None
 
 
 class Coordinator:
-    """Owner of the book, the queues and the executions of a cell."""
+    """Owner of the book, the queues and the executions of a cell. timelines: what it tells of the latest requests."""
 
     def __init__(self, parts: CoordinatorParts, snapshot: Snapshot) -> None:
         self._clock = parts.clock
@@ -94,9 +98,12 @@ class Coordinator:
         self._telemetry = parts.telemetry
         self._snapshot = snapshot
         self._queries = Queries(parts.clock, parts.book, parts.executions, self._ask_to_stop, self._start)
-        self._sessions = Sessions()
+        self.timelines = Timelines(parts.clock, parts.config.explained_requests)
+        self._sessions = WatchedSessions(self.timelines)
         self._settler = Settler(parts.clock, parts.book, parts.journal, parts.executions, self._sessions, parts.telemetry)
-        self._dispatcher = Dispatcher(parts.clock, parts.config, parts.fleet, parts.journal, self._settler, self._sessions)
+        self._blame = Blame(parts.clock, parts.fleet)
+        turns = Turns(self._weight_of, parts.order)
+        self._dispatcher = Dispatcher(parts.clock, parts.config, parts.fleet, parts.journal, self._settler, turns)
         self._store_watch = StoreWatch(
             parts.clock,
             ns_from_ms(parts.config.store_wait_ms),
@@ -233,13 +240,14 @@ class Coordinator:
             self._reject(session, asked, errors.UnknownAlias("No pool serves the revision behind this alias."))
             return
         door = self._dispatcher.door(pool, asked)
-        decision = decide(_asked(asked), self._snapshot, bound, self._book, door, self._now())
+        question = _asked(asked, is_quarantined=self._blame.is_quarantined(asked))
+        decision = decide(question, self._snapshot, bound, self._book, door, self._now())
         if isinstance(decision, Admit):
-            self._take(session, asked, decision, pool)
+            self._take(session, asked, decision, pool, door)
             return
         if isinstance(decision, errors.NoCapacity):
             self._fleet.demand(pool)
-        self._reject(session, asked, decision, stored)
+        self._reject(session, asked, decision, stored, door)
 
     def _refusal_of_state(self) -> errors.WeirError | None:
         if self._draining or self._closed:
@@ -248,7 +256,7 @@ class Coordinator:
             return errors.LedgerUnavailable("The ledger cannot be written now.")
         return None
 
-    def _take(self, session: Session, asked: Acquire, admit: Admit, pool: PoolView) -> None:
+    def _take(self, session: Session, asked: Acquire, admit: Admit, pool: PoolView, door: Door) -> None:
         now_ns = self._clock.monotonic_ns()
         execution = Execution(
             id=ExecutionId(asked.tenant, asked.request_id, admit.execution),
@@ -262,8 +270,11 @@ class Coordinator:
             state=advance(Received(ms_from_ns(now_ns - asked.waited_ns)), AdmitEvent(ms_from_ns(now_ns))),
             reservation=reservation.Held(admit.worst),
             workload=self._workload_class(asked.workload_class),
+            predicted_wait_ms=door.predicted_wait_ms,
         )
-        self._append_hold(execution)
+        taken = self._append_hold(execution)
+        free, waiting = self._fleet.lanes(pool)[1], self._dispatcher.waiting_in(pool.name)
+        self.timelines.admitted(execution, taken, DoorFigures(door.lanes, free, waiting, door.predicted_wait_ms))
         self._executions.add(execution)
         self._settler.idle.clear()
         session.by_ref[asked.ref] = execution
@@ -271,21 +282,29 @@ class Coordinator:
         session.inbox.deliver(Admitted(asked.ref, admit.execution, self._queries.standing(admit.scopes)))
         self._dispatcher.start(execution)
 
-    def _append_hold(self, execution: Execution) -> None:
+    def _append_hold(self, execution: Execution) -> Taken:
         now = self._now()
         taken = self._book.take(execution.id, execution.admit.scopes, execution.admit.worst, now)
         execution.windows = taken.windows
         stamp = Stamp(self._journal.next_seq(), now.wall_ms)
         self._journal.append(hold_record(execution, stamp, taken), partial(self._hold_is_durable, execution))
+        return taken
 
     def _hold_is_durable(self, execution: Execution) -> None:
         execution.hold_durable = True
+        self.timelines.hold_is_durable(execution)
         self._sessions.deliver(execution, HoldBooked(execution.acquire.ref))
 
     def _reject(
-        self, session: Session, asked: Acquire, refusal: errors.WeirError, stored: GenerationRecord | None = None
+        self,
+        session: Session,
+        asked: Acquire,
+        refusal: errors.WeirError,
+        stored: GenerationRecord | None = None,
+        door: Door | None = None,
     ) -> None:
         session.asking.discard(asked.ref)
+        self.timelines.rejected(asked, refusal, door.predicted_wait_ms if door is not None and door.lanes else None)
         self._telemetry.rejected(refusal.code)
         self._rejections.count(asked.tenant, refusal.code)
         generation = None
@@ -313,10 +332,13 @@ class Coordinator:
             return
         if progress.first_output and isinstance(execution.state, Dispatched):
             execution.state = advance(execution.state, FirstOutput(ms_from_ns(self._clock.monotonic_ns())))
+            self._dispatcher.showed_output(execution)
+            self.timelines.first_output(execution)
         if progress.delivered_max is not None:
             wanted = min(progress.delivered_max, execution.admit.worst.output_tokens)
             if wanted > execution.delivered_max:
-                self._dispatcher.append_step(execution, wanted)
+                self._dispatcher.wants_delivery(execution, wanted)
+                self.timelines.stepped(execution)
 
     def _on_finish(self, session: Session, finish: Finish) -> None:
         session.asking.discard(finish.ref)
@@ -325,29 +347,37 @@ class Coordinator:
             return  # it left before a decision
         if execution.end_record is not None or not (finish.attempt == 0 or execution.runs(finish.attempt)):
             self._telemetry.late.inc()
-        elif isinstance(execution.state, Queued):
+            return
+        self.timelines.finished(execution, finish)
+        if isinstance(execution.state, Queued):
             self._dispatcher.end_waiting(execution, finish.reason)
         else:
-            placement = execution.placement
-            if finish.reason in (FinishReason.REPLICA_LOST, FinishReason.STALLED) and placement is not None:
-                self._fleet.doubted(execution.pool, placement.replica.name)
+            finish = self._blame.judge(execution, finish)
             if not self._dispatcher.retry(execution, finish):
                 self._settler.settle(execution, finish)
+            if finish.reason is FinishReason.QUARANTINED:
+                self._end_waiting_copies(execution)
+
+    def _end_waiting_copies(self, quarantined: Execution) -> None:
+        """What waits with the same body would meet a third replica."""
+        fingerprint = fingerprint_of(quarantined.acquire)
+        for execution in self._executions.live:
+            if isinstance(execution.state, Queued) and fingerprint_of(execution.acquire) == fingerprint:
+                self._dispatcher.end_waiting(execution, FinishReason.QUARANTINED)
 
     def _on_stopped(self, session: Session, stopped: Stopped) -> None:
         execution = session.by_ref.get(stopped.ref)
         placement = execution.placement_of(stopped.attempt) if execution else None
         if execution is None or placement is None or placement.lane is None:
             return
-        now_ns = self._clock.monotonic_ns()
         revision = execution.acquire.revision
         lane, placement.lane = placement.lane, None
+        self.timelines.stopped(execution, stopped)
         if stopped.stop_ms is not None:
             self._telemetry.stop_time.labels(revision).observe(stopped.stop_ms / 1e3)
         if stopped.confirmed:
             placement.replica.free_lane(lane)
-            if pool := self._fleet.pool_of(revision):
-                pool.occupancy.observe(now_ns - placement.lane_taken_ns)
+            self._dispatcher.lane_freed(execution, placement)
         else:  # the lane stays taken until the replica is confirmed gone
             self._telemetry.unconfirmed.labels(revision).inc()
             self._fleet.condemn(execution.pool, placement.replica.name)
@@ -362,12 +392,16 @@ class Coordinator:
             self._dispatcher.end_waiting(execution, reason)
             return
         execution.stop_asked = reason
+        self.timelines.stop_asked(execution, reason)
         self._sessions.deliver(execution, StopRequest(execution.acquire.ref, reason))
 
     # ── small ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _now(self) -> Moment:
         return Moment(self._clock.monotonic_ns(), self._clock.wall_ms())
+
+    def _weight_of(self, tenant: str) -> int:
+        return self._snapshot.tenants[tenant].weight
 
     def _workload_class(self, name: str) -> WorkloadClass:
         return next(row for row in self._snapshot.workload_classes if row.name == name)
@@ -390,7 +424,7 @@ def _later(acquire: Acquire, elapsed_ms: Millis) -> Acquire:
     )
 
 
-def _asked(acquire: Acquire) -> Asked:
+def _asked(acquire: Acquire, *, is_quarantined: bool) -> Asked:
     principal = Principal(acquire.tenant, acquire.application, acquire.key, acquire.service_class)
     return Asked(
         principal=principal,
@@ -402,4 +436,5 @@ def _asked(acquire: Acquire) -> Asked:
         max_output_tokens=acquire.max_output_tokens,
         choices=acquire.choices,
         deadline_ms=acquire.deadline_left_ms,
+        is_quarantined=is_quarantined,
     )

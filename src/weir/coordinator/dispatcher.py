@@ -6,20 +6,23 @@ with the same hold and deadline. It never admits, never settles an end itself, a
 """
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from weir.config import CoordinatorConfig
+from weir.coordinator.domain import Domain, MakeOrder, fair_order
 from weir.coordinator.execution import Execution, Placement
+from weir.coordinator.explain import candidates_of
 from weir.coordinator.fleet import START_EXPECTED_MS, Fleet, PoolView
 from weir.coordinator.journal import Journal
-from weir.coordinator.sessions import Sessions
 from weir.coordinator.settler import Settler
 from weir.core.admission import Door, door_refusal
 from weir.core.endings import FinishReason
 from weir.core.ledger.records import ExecutionId, StepRecord
 from weir.core.request import Dispatch, Dispatched, Queued, advance
-from weir.core.routing.retry import RetryBudget, is_retryable
-from weir.core.scheduling.feasibility import predicted_wait_ms
+from weir.core.routing.retry import is_retryable
+from weir.core.scheduling.output_lengths import OutputLengths
 from weir.core.scheduling.queues import DomainQueue
 from weir.core.scheduling.schedule import Start, next_start
 from weir.messages import Acquire, DeliveryBooked, Finish, Granted
@@ -27,8 +30,16 @@ from weir.ports import Clock
 from weir.units import Tokens, ms_from_ns, ns_from_ms
 
 
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Who comes before whom. weight_of: a tenant's weight now; order: None for the product's own."""
+
+    weight_of: Callable[[str], int]
+    order: MakeOrder | None = None
+
+
 class Dispatcher:
-    """Owner of the queues. settler: ends what waits; sessions: carries grants and booked steps to their gateways."""
+    """Owner of the domains. settler: ends what waits; sessions: carries grants and booked steps to their gateways."""
 
     def __init__(
         self,
@@ -37,17 +48,22 @@ class Dispatcher:
         fleet: Fleet,
         journal: Journal,
         settler: Settler,
-        sessions: Sessions,
+        turns: Turns,
     ) -> None:
         self._clock = clock
         self._config = config
         self._fleet = fleet
         self._journal = journal
         self._settler = settler
-        self._sessions = sessions
+        self._sessions = settler.sessions
+        self._timelines = settler.sessions.timelines
+        self._weight_of = turns.weight_of
+        self._make_order = turns.order or fair_order(config)
+        self._domains: dict[str, Domain] = {}
         self._queues: dict[str, DomainQueue[ExecutionId]] = {}
         self._queued: dict[ExecutionId, Execution] = {}
-        self._budgets: dict[str, RetryBudget] = {}
+        self._lengths = OutputLengths()
+        settler.on_ended = self._ended
 
     # ── who waits ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -58,42 +74,53 @@ class Dispatcher:
 
     def door(self, pool: PoolView, asked: Acquire, avoid: str | None = None) -> Door:
         """The domain as a newcomer meets it; as a retry does, with the replica to avoid: the others, and who is ahead."""
-        queue = self._queue(pool.name)
+        domain, now_ns = self._domain(pool.name), self._clock.monotonic_ns()
         lanes, free = self._fleet.lanes(pool, avoid)
-        waiting = len(queue) if avoid is None else queue.ahead
+        if not lanes:
+            wait_ms = 0
+        elif avoid is None:
+            wait_ms = domain.predicted_wait_ms(asked.tenant, lanes, free, now_ns)
+        else:
+            wait_ms = domain.predicted_retry_ms(lanes, free, now_ns)
         return Door(
             lanes=lanes,
-            queue_refusal=queue.refusal(asked.tenant, asked.input_bytes),
-            predicted_wait_ms=predicted_wait_ms(waiting, lanes, free, pool.occupancy) if lanes else 0,
-            wait_ms_max=queue.bounds.wait_ms_max,
+            queue_refusal=domain.queue.refusal(asked.tenant, asked.input_bytes),
+            predicted_wait_ms=wait_ms,
+            wait_ms_max=domain.queue.bounds.door_ms_max,
             no_capacity_retry_ms=START_EXPECTED_MS,
         )
 
     def enqueue(self, execution: Execution) -> None:
-        """An admitted execution waits at the end of its flow; `start` follows."""
-        asked = execution.acquire
-        self._budget(execution.pool).admitted(execution.admitted_ns)
-        self._queue(execution.pool).push(asked.tenant, execution.id, asked.input_bytes)
+        """An admitted execution waits in its flow; `start` follows."""
+        domain = self._domain(execution.pool)
+        domain.retries.admitted(execution.admitted_ns)
+        domain.push(execution)
         self._queued[execution.id] = execution
 
     def start(self, execution: Execution) -> None:
         """Dispatch what can start; if this one must wait, watch how long."""
         self.schedule()
         if isinstance(execution.state, Queued):
+            lost, replicas = execution.placement, self._fleet.replicas_by_pool()[execution.pool]
+            self._timelines.queued(execution, None, self.waiting_in(execution.pool) - 1)
+            self._timelines.considered(execution, candidates_of(replicas, lost.replica.name if lost else None))
             self._watch_the_wait(execution)
 
     def end_waiting(self, execution: Execution, reason: FinishReason) -> None:
         """End an execution that waits in its queue; it leaves at once."""
+        if reason is FinishReason.QUEUE_WAIT:
+            self._domains[execution.pool].waited(execution, self._clock.monotonic_ns())
         self._queues[execution.pool].remove(execution.id.tenant, execution.id)
         self._queued.pop(execution.id, None)
         execution.cancel_timer()
         self._settler.end_waiting(execution, reason)
 
-    def _queue(self, pool: str) -> DomainQueue[ExecutionId]:
-        queue = self._queues.get(pool)
-        if queue is None:
-            queue = self._queues[pool] = DomainQueue(self._config.queue_bounds)
-        return queue
+    def _domain(self, pool: str) -> Domain:
+        domain = self._domains.get(pool)
+        if domain is None:
+            domain = self._domains[pool] = Domain(self._config, self._make_order(self._weight_of), self._lengths)
+            self._queues[pool] = domain.queue
+        return domain
 
     def _watch_the_wait(self, execution: Execution) -> None:
         now_ns = self._clock.monotonic_ns()
@@ -111,19 +138,23 @@ class Dispatcher:
             self._dispatch(start)
 
     def _dispatch(self, start: Start[ExecutionId]) -> None:
-        self._queues[start.domain].serve(start.waiting)
-        execution = self._queued.pop(start.waiting.key)
-        execution.cancel_timer()
-        now_ns = self._clock.monotonic_ns()
-        if now_ns >= execution.deadline_ns:
-            self._settler.end_waiting(execution, FinishReason.DEADLINE)
+        execution = self._queued[start.waiting.key]
+        domain, now_ns = self._domains[start.domain], self._clock.monotonic_ns()
+        if now_ns + domain.prefill_ns(execution) >= execution.deadline_ns:
+            self.end_waiting(execution, FinishReason.DEADLINE)
             return
+        domain.waited(execution, now_ns)
+        domain.serve(start.waiting, execution)
+        del self._queued[execution.id]
+        execution.cancel_timer()
         asked, replica = execution.acquire, start.replica
         execution.state = advance(execution.state, Dispatch(ms_from_ns(now_ns), replica.name))
         assert isinstance(execution.state, Dispatched)
         attempt = execution.state.attempt
+        candidates = candidates_of(self._fleet.replicas_by_pool()[start.domain], start.waiting.avoid, replica)
         lane = replica.take_lane()
         execution.placements.append(Placement(replica, lane, attempt, now_ns))
+        self._timelines.dispatched(execution, replica, candidates)
         most = min(self._config.delivery_step_tokens, execution.admit.worst.output_tokens)
         self.append_step(execution, most if asked.stream else 0)
         self._sessions.deliver(
@@ -146,6 +177,27 @@ class Dispatcher:
         booked = DeliveryBooked(execution.acquire.ref, placement.attempt, delivered_max)
         self._journal.append(record, partial(self._sessions.deliver, execution, booked))
 
+    # ── what runs ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def wants_delivery(self, execution: Execution, delivered_max: Tokens) -> None:
+        """Its gateway asks for the next step of delivery, one step early: it has produced all but that step."""
+        self._domain(execution.pool).produced(execution, delivered_max - self._config.delivery_step_tokens)
+        self.append_step(execution, delivered_max)
+
+    def showed_output(self, execution: Execution) -> None:
+        """Its first output came."""
+        placement = execution.placement
+        assert placement is not None
+        self._domain(execution.pool).showed_output(execution, self._clock.monotonic_ns() - placement.lane_taken_ns)
+
+    def lane_freed(self, execution: Execution, placement: Placement) -> None:
+        """A lane that it took is free again; `schedule` follows."""
+        now_ns = self._clock.monotonic_ns()
+        self._domain(execution.pool).lane_freed(execution, now_ns - placement.lane_taken_ns, now_ns)
+
+    def _ended(self, execution: Execution) -> None:
+        self._domain(execution.pool).ended(execution)
+
     # ── the one retry ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def retry(self, execution: Execution, finish: Finish) -> bool:
@@ -154,9 +206,9 @@ class Dispatcher:
         assert placement is not None
         if not self._may_retry(execution, finish, placement):
             return False
+        self._timelines.lost(execution, finish)
         self._settler.lose(execution, finish)
-        asked = execution.acquire
-        self._queue(execution.pool).push_ahead(asked.tenant, execution.id, asked.input_bytes, placement.replica.name)
+        self._domain(execution.pool).push_ahead(execution, placement.replica.name)
         self._queued[execution.id] = execution
         self.start(execution)
         return True
@@ -171,12 +223,4 @@ class Dispatcher:
         door = self.door(pool, execution.acquire, placement.replica.name)
         if door_refusal(door, ms_from_ns(execution.deadline_ns - now_ns)) is not None:
             return False
-        return self._budget(execution.pool).take(now_ns)
-
-    def _budget(self, pool: str) -> RetryBudget:
-        budget = self._budgets.get(pool)
-        if budget is None:
-            config = self._config
-            window_ns = ns_from_ms(config.retry_window_ms)
-            budget = self._budgets[pool] = RetryBudget(config.retries_min, config.retry_percent, window_ns)
-        return budget
+        return self._domain(execution.pool).retries.take(now_ns)

@@ -15,8 +15,9 @@ from weir.core.metering import Usage
 from weir.core.registry.model import WorkloadClass
 from weir.core.request import Admitted, Dispatched, Ended, RequestState, Streaming, is_terminal, public_status
 from weir.core.routing.replica import Replica
+from weir.core.scheduling.orders import Cost, Ticket
 from weir.messages import Acquire, GenerationRecord, ended_record
-from weir.units import Nanos, Tokens
+from weir.units import Millis, Nanos, Tokens
 
 
 @dataclass(slots=True)
@@ -35,7 +36,8 @@ class Execution:
 
     windows: the budget windows that its hold counts in. placements: of its attempts, the last one last. lost: what the attempt
     that was retried used. end_record and decided_ns: set when the end is decided. given_up: its answer was dropped because the
-    store was away.
+    store was away. predicted_wait_ms: at the door. ticket: what its flow was charged, while it runs; cost: what it was at the
+    end.
     """
 
     id: ExecutionId
@@ -58,6 +60,9 @@ class Execution:
     stop_asked: FinishReason | None = None
     end_record: EndRecord | None = None
     decided_ns: Nanos = 0
+    predicted_wait_ms: Millis = 0
+    ticket: Ticket | None = None
+    cost: Cost = 0
     end_durable: bool = False
     given_up: bool = False
     cancel_queries: list[tuple[str, int]] = field(default_factory=list)

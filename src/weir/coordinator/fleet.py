@@ -7,13 +7,12 @@ and frees lanes. Every change that could let waiting work start, or that gateway
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from weir.core.endings import FinishReason
+from weir.core.routing.breaker import BACK_OFF_MS
 from weir.core.routing.replica import Replica, ReplicaEvent, ReplicaLimits, ReplicaState
-from weir.core.scheduling.feasibility import LaneOccupancy
 from weir.messages import ReplicaAddress
+from weir.ports import Clock
 from weir.units import Millis
-
-_OCCUPANCY_PRIOR_MS = 2_000.0
-"""Before anything was measured: a short answer at reading speed."""
 
 START_EXPECTED_MS: Millis = 5_000
 """Retry-After while no replica is ready: a small model loads in seconds."""
@@ -21,19 +20,20 @@ START_EXPECTED_MS: Millis = 5_000
 
 @dataclass(slots=True)
 class PoolView:
-    """A pool's replicas by name, how long their lanes are occupied, and whether a first request starts one."""
+    """A pool's replicas by name, and whether a first request starts one."""
 
     name: str
     revision: str
-    occupancy: LaneOccupancy
     replicas: dict[str, Replica]
     on_demand: bool
 
 
 class Fleet:
-    """Pools and replicas of a cell. Names of replicas are never reused."""
+    """Pools and replicas of a cell. Names of replicas are never reused. back_off_ms: how long one that failed is left alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock, back_off_ms: Millis = BACK_OFF_MS) -> None:
+        self._clock = clock
+        self._back_off_ms = back_off_ms
         self._pools: dict[str, PoolView] = {}
         self._pool_of_revision: dict[str, str] = {}
         self._addresses: dict[str, ReplicaAddress] = {}
@@ -46,33 +46,36 @@ class Fleet:
     def add_pool(self, name: str, revision: str, *, on_demand: bool = False) -> None:
         """A pool that may get replicas. Idempotent."""
         if name not in self._pools:
-            self._pools[name] = PoolView(name, revision, LaneOccupancy(_OCCUPANCY_PRIOR_MS), {}, on_demand)
+            self._pools[name] = PoolView(name, revision, {}, on_demand)
             self._pool_of_revision[revision] = name
 
     def add(self, name: str, pool: str, concurrency: int) -> None:
         """A replica is starting."""
         assert name not in self._pools[pool].replicas
-        self._pools[pool].replicas[name] = Replica(name, pool, ReplicaLimits(concurrency))
+        self._pools[pool].replicas[name] = Replica(name, pool, ReplicaLimits(concurrency), self._back_off_ms)
 
     def answered(self, address: ReplicaAddress) -> None:
-        """The replica's warm-up or probe succeeded: it takes work, at this address, with these capabilities."""
+        """The replica's warm-up or probe succeeded: it takes work, at this address, with these capabilities.
+
+        One that was suspect is half-open, once its time-out is over.
+        """
         replica = self._replica(address.pool, address.name)
         if replica is None or replica.state in (ReplicaState.STOPPED, ReplicaState.FAILED):
             return
-        known = self._addresses.get(address.name) == address and replica.state is ReplicaState.READY
+        before = (self._addresses.get(address.name), replica.state)
         self._addresses[address.name] = address
-        replica.advance(ReplicaEvent.ANSWERED)
-        if not known:
+        replica.answered(self._clock.monotonic_ns())
+        if before != (address, replica.state):
             self.on_change()
 
     def doubted(self, pool: str, name: str) -> None:
-        """A probe or a request failed in a way that speaks against the replica: no new work until it answers."""
+        """A probe of the replica failed: no new work until it answers."""
         replica = self._replica(pool, name)
         if replica is None or replica.state in (ReplicaState.STOPPED, ReplicaState.FAILED):
             return
-        was_ready = replica.state is ReplicaState.READY
-        replica.advance(ReplicaEvent.DOUBTED)
-        if was_ready:
+        took_work = replica.takes_work
+        replica.doubted(self._clock.monotonic_ns())
+        if took_work:
             self.on_change()
 
     def condemn(self, pool: str, name: str) -> None:
@@ -83,7 +86,7 @@ class Fleet:
     def drain(self, pool: str, name: str) -> None:
         """No new work; what runs may finish."""
         replica = self._replica(pool, name)
-        if replica is not None and replica.state in (ReplicaState.READY, ReplicaState.SUSPECT):
+        if replica is not None and (replica.takes_work or replica.state is ReplicaState.SUSPECT):
             replica.advance(ReplicaEvent.DRAIN)
             self.on_change()
 
@@ -95,6 +98,15 @@ class Fleet:
         replica.advance(ReplicaEvent.STOP if replica.state is ReplicaState.DRAINING else ReplicaEvent.FAIL)
         self._addresses.pop(name, None)
         self.on_change()
+
+    # ── reported by the coordinator ──────────────────────────────────────────────────────────────────────────────────
+
+    def attempt_ended(self, replica: Replica, lane: int | None, reason: FinishReason) -> None:
+        """What ran there ended so: it may put the replica in doubt, or be a trial that went well. lane: None if it is free."""
+        before = replica.state
+        replica.attempt_ended(lane, reason, self._clock.monotonic_ns())
+        if replica.state is not before:
+            self.on_change()
 
     # ── asked by the coordinator ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -108,7 +120,7 @@ class Fleet:
         return {name: pool.replicas.values() for name, pool in self._pools.items()}
 
     def address_of(self, name: str) -> ReplicaAddress:
-        """Where a ready replica is reached."""
+        """Where a replica that takes work is reached."""
         return self._addresses[name]
 
     def known_address(self, name: str) -> ReplicaAddress | None:
@@ -116,21 +128,22 @@ class Fleet:
         return self._addresses.get(name)
 
     def ready_addresses(self) -> tuple[ReplicaAddress, ...]:
-        """Addresses of all replicas that take work now."""
-        return tuple(
-            self._addresses[replica.name]
-            for pool in self._pools.values()
-            for replica in pool.replicas.values()
-            if replica.state is ReplicaState.READY
-        )
+        """Addresses of all replicas that take work now; half-open ones come last, for others are to be asked first."""
+        takers = [replica for pool in self._pools.values() for replica in pool.replicas.values() if replica.takes_work]
+        takers.sort(key=lambda replica: replica.state is ReplicaState.HALF_OPEN)
+        return tuple(self._addresses[replica.name] for replica in takers)
 
     def lanes(self, pool: PoolView, avoid: str | None = None) -> tuple[int, int]:
-        """(lanes of ready replicas, those of them that are free). avoid: a replica that does not count."""
-        ready = [each for each in pool.replicas.values() if each.state is ReplicaState.READY and each.name != avoid]
-        return sum(replica.limits.concurrency for replica in ready), sum(replica.free for replica in ready)
+        """(lanes that can be used now, those of them that are free). avoid: a replica that does not count."""
+        usable = free = 0
+        for replica in pool.replicas.values():
+            if replica.name != avoid:
+                usable += replica.usable
+                free += replica.free
+        return usable, free
 
     def demand(self, pool: PoolView) -> None:
-        """A request found no ready replica: start one if the pool is on demand."""
+        """A request found no replica that takes work: start one if the pool is on demand."""
         if pool.on_demand:
             self.on_demand(pool.name)
 

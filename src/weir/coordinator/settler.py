@@ -7,14 +7,15 @@ kept until then: it is in the one settlement, as the platform's.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from weir.coordinator.execution import Execution, queue_timing, shown_as
 from weir.coordinator.execution_table import ExecutionTable
+from weir.coordinator.explain import WatchedSessions
 from weir.coordinator.journal import Journal
 from weir.coordinator.ledger_entries import Outcome, Stamp, outcome_of, release_record, sane_usage, settle_record
-from weir.coordinator.sessions import Sessions
 from weir.core.endings import FinishReason, Status, ending
 from weir.core.ledger import reservation
 from weir.core.ledger.book import Book
@@ -28,17 +29,24 @@ from weir.units import MicroDollars
 
 
 class Settler:
-    """Ends executions. idle is set while nothing is live."""
+    """Ends executions. sessions: of their gateways; idle is set while nothing is live; on_ended: told once of each end."""
 
     def __init__(
-        self, clock: Clock, book: Book, journal: Journal, executions: ExecutionTable, sessions: Sessions, telemetry: Telemetry
+        self,
+        clock: Clock,
+        book: Book,
+        journal: Journal,
+        executions: ExecutionTable,
+        sessions: WatchedSessions,
+        telemetry: Telemetry,
     ) -> None:
         self._clock = clock
         self._book = book
         self._journal = journal
         self._executions = executions
-        self._sessions = sessions
+        self.sessions = sessions
         self._telemetry = telemetry
+        self.on_ended: Callable[[Execution], None] = lambda execution: None
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -90,8 +98,9 @@ class Settler:
     def _append(self, execution: Execution, record: EndRecord) -> None:
         execution.end_record = record
         execution.decided_ns = self._clock.monotonic_ns()
+        self.on_ended(execution)
         self._journal.append(record, partial(self._is_durable, execution))
-        self._sessions.deliver(execution, Ended(execution.acquire.ref, shown_as(execution, record, posted=False)))
+        self.sessions.deliver(execution, Ended(execution.acquire.ref, shown_as(execution, record, posted=False)))
 
     def _conclude(self, execution: Execution) -> None:
         """The end record's status becomes the execution's terminal one, and is counted."""
@@ -99,12 +108,15 @@ class Settler:
         assert record is not None
         execution.state = advance(execution.state, End(record.finish_reason))
         self._telemetry.ended(execution.workload, execution.acquire.revision, record)
+        if execution.placements:
+            waited_ms = (execution.placements[0].lane_taken_ns - execution.admitted_ns) / 1e6
+            self._telemetry.predicted(execution.acquire.revision, waited_ms - execution.predicted_wait_ms)
 
     def _is_durable(self, execution: Execution) -> None:
         if not execution.is_ended:
             self._conclude(execution)
         execution.end_durable = True
-        self._sessions.deliver(execution, EndBooked(execution.acquire.ref, execution.public()))
+        self.sessions.deliver(execution, EndBooked(execution.acquire.ref, execution.public()))
         self.answer_cancel_queries(execution)
         self.forget_if_quiet(execution)
 
@@ -112,7 +124,7 @@ class Settler:
         """Let go of an execution once its end is durable and its engine stopped."""
         if not execution.end_durable or execution.holds_lane:
             return
-        self._sessions.forget(execution)
+        self.sessions.forget(execution)
         self._executions.end(execution)
         if not self._executions.live_count:
             self.idle.set()
@@ -121,7 +133,7 @@ class Settler:
         """Answer whoever cancelled it by id and waits for its terminal status; without one, the store could not be asked."""
         for session, query in execution.cancel_queries:
             answer = Found(query, execution.public()) if execution.is_ended else Found(query, None, unavailable=True)
-            self._sessions.tell(session, answer)
+            self.sessions.tell(session, answer)
         execution.cancel_queries.clear()
 
     def give_up_completion(self, execution: Execution) -> None:
@@ -140,7 +152,7 @@ class Settler:
             execution.end_record = instead
             self._conclude(execution)
         execution.given_up = True
-        self._sessions.deliver(execution, EndUnbooked(execution.acquire.ref, shown_as(execution, instead, posted=False)))
+        self.sessions.deliver(execution, EndUnbooked(execution.acquire.ref, shown_as(execution, instead, posted=False)))
 
     def _stamp(self) -> Stamp:
         return Stamp(self._journal.next_seq(), self._clock.wall_ms())

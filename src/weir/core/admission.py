@@ -1,6 +1,6 @@
 """The one admission step: every check in order, the first failure is the answer, nothing is taken until all pass.
 
-    entitlement and revision → idempotency → limits → queue bounds → capacity and feasibility
+    entitlement and revision → idempotency → quarantine → limits → queue bounds → capacity and feasibility
 
 (Authentication, input and context were checked by the gateway, which alone sees the prompt.) The decision is a value; the
 coordinator takes buckets, concurrency, hold and queue place in the same synchronous step.
@@ -21,7 +21,10 @@ from weir.units import Bytes, Millis, Moment, Tokens
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a gateway asks a grant for. input_tokens and max_output_tokens are per choice; deadline_ms: time left."""
+    """What a gateway asks a grant for. input_tokens and max_output_tokens are per choice; deadline_ms: time left.
+
+    is_quarantined: this body crashed two replicas lately.
+    """
 
     principal: Principal
     alias: str
@@ -32,6 +35,7 @@ class Asked:
     max_output_tokens: Tokens
     choices: int
     deadline_ms: Millis
+    is_quarantined: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,8 @@ def decide(asked: Asked, snapshot: Snapshot, bound: Bound | None, book: Book, do
         return errors.UnknownAlias("The revision behind this alias is not live any more.")
     if bound is not None and (refusal := idempotency_refusal(asked.body_digest, bound)) is not None:
         return refusal
+    if asked.is_quarantined:
+        return errors.Quarantined("Two replicas were lost while they ran this request; it is refused for a while.")
     scopes = scopes_of(asked.principal.tenant, asked.principal.application, asked.principal.key, asked.alias)
     worst = worst_case(revision.price, asked.input_tokens, asked.max_output_tokens, asked.choices)
     refused = book.check(scopes, worst, now) or door_refusal(door, asked.deadline_ms)

@@ -15,6 +15,7 @@ from weir.core.windows import FormerZone, Zones
 
 KEY_SECRET_BYTES = 32
 KEY_ID_BYTES = 6
+TENANT_WEIGHT_MAX = 1_000
 _KEY_PREFIX = "weir"
 _KEY_LENGTH = len(_KEY_PREFIX) + 1 + 2 * KEY_ID_BYTES + 1 + 2 * KEY_SECRET_BYTES + 8
 
@@ -38,7 +39,10 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """An organisation that owns applications. time_zone: IANA name, used for budget windows; the former ones: those of late."""
+    """An organisation that owns applications. time_zone: IANA name, used for budget windows; the former ones: those of late.
+
+    weight: 1 … TENANT_WEIGHT_MAX; of a busy pool, tenants get service in proportion to theirs. It reserves nothing.
+    """
 
     name: str
     time_zone: str = "UTC"
@@ -46,6 +50,7 @@ class Tenant:
     revoked: bool = False
     external_allowed: bool = False
     former_time_zones: tuple[FormerZone, ...] = ()
+    weight: int = 1
 
     @property
     def zones(self) -> Zones:

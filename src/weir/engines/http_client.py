@@ -407,7 +407,7 @@ class HttpClient:
             async with asyncio.timeout(self._connect_ms / 1_000):
                 await loop.create_connection(lambda: _Connection(self, exchange), origin.host, origin.port, ssl=tls)
         except (OSError, TimeoutError):
-            exchange.lose(errors.ReplicaLost("The replica cannot be reached."))
+            exchange.lose(errors.ReplicaLost("The replica cannot be reached.", reached=False))
 
     def _connected(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
         self._connecting.discard(task)

@@ -1,8 +1,8 @@
 """The simulated engine: the Engine port over batches in this process, on any event loop, also one of virtual time.
 
 It uses no more of a loop than `time`, `call_soon` and `call_at`; randomness is given in. Each replica name has its own batch
-and step time, and can be lost or stalled on request, which is what tests and the simulator come for. It never reads a clock
-and holds no socket; `simulated_server` puts the same engine behind HTTP.
+and step time, and can be lost, stalled or slowed on request, which is what tests and the simulator come for. It never reads a
+clock and holds no socket; `simulated_server` puts the same engine behind HTTP.
 """
 
 import asyncio
@@ -13,11 +13,13 @@ import msgspec
 
 from weir.core.request import Message
 from weir.engines.simulated_batch import SimulatedBatch, Step, StepOutcome
-from weir.engines.simulated_text import ReplyBounds, Script, count_prompt_tokens, natural_output_tokens, script
+from weir.engines.simulated_faults import NO_FAULTS, Faults, is_marked
+from weir.engines.simulated_run import SimulatedRun
+from weir.engines.simulated_text import ReplyBounds, count_prompt_tokens, natural_output_tokens, prompt_block_keys, script
 from weir.engines.step_time import step_time
 from weir.errors import EngineRejected, ReplicaLost, Stalled
 from weir.messages import ReplicaAddress
-from weir.ports import Delta, EngineCall, EngineEnd, EngineRun, EngineSink, EngineUsage
+from weir.ports import EngineCall, EngineRun, EngineSink
 from weir.units import Millis, Tokens
 
 LATE_STEP_S = 0.005  # after a timer late by less, the next step starts where this one ended: no drift
@@ -31,12 +33,19 @@ def _exact(duration_ms: float) -> float:
     return duration_ms
 
 
+def _nothing_more() -> None:
+    return
+
+
 @dataclass(frozen=True, slots=True)
 class SimulatedReplica:
     """What one simulated replica is. row and preset name its step time; concurrency: running sequences at most.
 
     context_tokens: its window, None for the one in the address. noise: a step's milliseconds → what it really takes.
     output_length: the tokens after which a reply ends by itself, ≥ 1. seed: for calls that bring none.
+    kv_tokens: what its KV blocks have room for, ≥ 16, None for the row's. prefix_cache: whether calls of one salt reuse what
+    their prompts begin with; calls without a salt share one. faults: from its start. on_crash: what an ordered crash does
+    beside losing the replica.
     """
 
     row: str = "demo"
@@ -46,16 +55,28 @@ class SimulatedReplica:
     seed: int = 0
     noise: Callable[[float], float] = _exact
     output_length: Callable[[EngineCall], Tokens] = _natural_length
+    kv_tokens: Tokens | None = None
+    prefix_cache: bool = False
+    faults: Faults = NO_FAULTS
+    on_crash: Callable[[], None] = _nothing_more
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """A replica's own figures: sequences now, tokens computed since it started."""
+    """A replica's own figures: sequences and the share of KV blocks they hold now, the rest since it started.
+
+    prompt_tokens: of prompts whose first token came. prefix_queries, prefix_hits: prompt tokens looked up, and found, in the
+    prefix cache.
+    """
 
     running: int
     waiting: int
     prompt_tokens: Tokens
     generation_tokens: Tokens
+    kv_usage: float
+    preemptions: int
+    prefix_queries: Tokens
+    prefix_hits: Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,122 +88,50 @@ class SimulatedBounds:
     stop_ms: Millis = 10_000
 
 
-class _Run:
-    """One generation: what the sink was told, what waits while paused, and whether the batch still holds it."""
-
-    def __init__(self, sink: EngineSink, reply: Script, input_tokens: Tokens, stop_ms: Millis) -> None:
-        self.reply = reply
-        self.input_tokens = input_tokens
-        self.replica: _Replica | None = None
-        self.id = -1
-        self._sink = sink
-        self._stop_ms = stop_ms
-        self._paused = False
-        self._silent = False  # the sink was told the end, or is not to be told
-        self._emitted: Tokens = 0
-        self._pending: list[Delta] = []
-        self._pending_end: EngineEnd | None = None
-        self._out = asyncio.Event()
-        self._lost = False
-
-    def pause(self) -> None:
-        """The engine goes on; its output waits here, at most the reply's length."""
-        self._paused = True
-
-    def resume(self) -> None:
-        """What waited arrives in one piece, on the loop."""
-        if self._paused:
-            self._paused = False
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def cancel(self) -> None:
-        """Leaves the batch at the next step."""
-        self._silent = True
-        if self.replica is not None:
-            self.replica.batch.cancel(self.id)
-
-    async def stopped(self) -> None:
-        """Returns once the batch holds it no more. Raises ReplicaLost when the replica is lost or silent for too long."""
-        try:
-            async with asyncio.timeout(self._stop_ms / 1_000):
-                await self._out.wait()
-        except TimeoutError:
-            raise ReplicaLost("The replica did not confirm the stop") from None
-        if self._lost:
-            raise ReplicaLost("The replica was lost before it confirmed the stop")
-
-    def emit(self, tokens: Tokens) -> None:
-        """One more token exists; tokens: the cumulative count."""
-        self._emitted = tokens
-        if self._silent:
-            return
-        delta = Delta(self.reply.piece(tokens - 1), tokens)
-        if self._paused or self._pending:
-            self._pending.append(delta)
-        else:
-            self._sink.on_deltas((delta,))
-
-    def complete(self) -> None:
-        """The reply ended by itself."""
-        self.leave()
-        usage = EngineUsage(self.input_tokens, 0, self._emitted)
-        self.end(EngineEnd(self.reply.reason, usage, output_tokens_seen=self._emitted))
-
-    def fail(self, fault: EngineRejected | ReplicaLost) -> None:
-        """The run is over with a fault."""
-        self.end(EngineEnd(None, None, fault, self._emitted or None))
-
-    def leave(self, *, lost: bool = False) -> None:
-        """The batch holds it no more. lost: nobody can confirm that, the replica is gone."""
-        self._lost = lost
-        self._out.set()
-
-    def end(self, end: EngineEnd) -> None:
-        """Tell the sink, after everything that waits."""
-        if self._silent:
-            return
-        if self._paused or self._pending:
-            self._pending_end = end
-        else:
-            self._silent = True
-            self._sink.on_end(end)
-
-    def _flush(self) -> None:
-        if self._paused or self._silent:
-            return
-        pending, self._pending = self._pending, []
-        if pending:
-            self._sink.on_deltas(pending)
-        end, self._pending_end = self._pending_end, None
-        if end is not None:
-            self.end(end)
-
-
 class _Replica:
     """Drives one batch: begins a step, waits its duration, hands out what it yielded, begins the next."""
 
     def __init__(self, spec: SimulatedReplica, loop: asyncio.AbstractEventLoop) -> None:
         self.spec = spec
         self.lost = False
-        self.stalled = False
+        self.stalled = spec.faults.stalled
+        self.faults = spec.faults
         self.prompt_tokens: Tokens = 0
         self.generation_tokens: Tokens = 0
         self._loop = loop
         self._step_time = step_time(spec.row, spec.preset)
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, SimulatedRun] = {}
+        self._crashing: set[int] = set()
+        self._stalling: dict[int, Tokens] = {}
         self._last_id = 0
         self._step: Step | None = None
         self._step_ends_s = 0.0
         self._wake: asyncio.Handle | None = None
-        self.batch = SimulatedBatch(self._step_time, spec.concurrency)
+        self.batch = self._empty_batch()
 
-    def submit(self, run: _Run) -> None:
+    def submit(self, run: SimulatedRun, call: EngineCall) -> None:
         """Queue a run; the first step begins after everything else that arrives at this instant."""
         self._last_id += 1
-        run.id, run.replica = self._last_id, self
-        self._runs[run.id] = run
-        self.batch.submit(run.id, run.input_tokens, run.reply.tokens)
+        sequence_id = self._last_id
+        self._runs[sequence_id] = run
+        run.on_cancel = lambda: self.batch.cancel(sequence_id)
+        keys = prompt_block_keys(call.prompt, call.chat) if self.spec.prefix_cache else ()
+        self.batch.submit(sequence_id, run.input_tokens, run.reply.tokens, keys, call.cache_salt or "")
+        if is_marked(call.prompt, self.faults.crash_marker):
+            self._crashing.add(sequence_id)
+        if is_marked(call.prompt, self.faults.stall_marker):
+            self._stalling[sequence_id] = self.faults.stall_after_tokens
         self._continue()
+
+    def order(self, faults: Faults) -> None:
+        """From now on these faults, and no others."""
+        self.faults = faults
+        self._crashing.clear()
+        self._stalling.clear()
+        if faults.stalled:
+            self.stall()
+        else:
+            self.unstall()
 
     def stall(self) -> None:
         """No step completes and none begins until `unstall`."""
@@ -198,9 +147,11 @@ class _Replica:
         self.lost = True
         self._stop_stepping()
         runs, self._runs = self._runs, {}
-        self.batch = SimulatedBatch(self._step_time, self.spec.concurrency)
+        self._crashing.clear()
+        self._stalling.clear()
+        self.batch = self._empty_batch()
         for run in runs.values():
-            run.replica = None
+            run.on_cancel = None
             run.leave(lost=True)
             self._loop.call_soon(run.fail, ReplicaLost())
 
@@ -229,10 +180,12 @@ class _Replica:
         if self.stalled:
             return
         for sequence_id in self.batch.sweep():
-            self._runs.pop(sequence_id).leave()
+            self._take_out(sequence_id).leave()
         self._step = self.batch.schedule()
         if self._step is not None:
-            self._step_ends_s = start_s + self.spec.noise(self._step.duration_ms) / 1_000
+            for sequence_id, cached_tokens in self._step.started:
+                self._runs[sequence_id].begin(cached_tokens)
+            self._step_ends_s = start_s + self.spec.noise(self._step.duration_ms) * self.faults.slowdown / 1_000
             self._wake = self._loop.call_at(self._step_ends_s, self._complete)
 
     def _complete(self) -> None:
@@ -241,7 +194,10 @@ class _Replica:
             return
         assert self._step is not None
         step, self._step = self._step, None
-        self.prompt_tokens += sum(chunk for _, chunk in step.prefills)
+        if self._crashing and any(sequence_id in self._crashing for sequence_id, _ in step.prefills):
+            self.spec.on_crash()
+            self.lose()
+            return
         outcome = self.batch.complete(step)
         self.generation_tokens += len(outcome.emitted)
         self._hand_out(outcome)
@@ -256,9 +212,22 @@ class _Replica:
             run = self._runs.get(sequence_id)
             if run is None:
                 continue
+            if tokens == 1:
+                self.prompt_tokens += run.input_tokens
+            if tokens == self._stalling.get(sequence_id):
+                self.stall()
             run.emit(tokens)
-            if sequence_id in finished and self._runs.pop(sequence_id, None) is run:
-                run.complete()
+            if sequence_id in finished and self._runs.get(sequence_id) is run:
+                self._take_out(sequence_id).complete()
+
+    def _take_out(self, sequence_id: int) -> SimulatedRun:
+        """A run that the batch holds no more."""
+        self._crashing.discard(sequence_id)
+        self._stalling.pop(sequence_id, None)
+        return self._runs.pop(sequence_id)
+
+    def _empty_batch(self) -> SimulatedBatch:
+        return SimulatedBatch(self._step_time, self.spec.concurrency, self.spec.kv_tokens)
 
 
 class SimulatedEngine:
@@ -284,17 +253,17 @@ class SimulatedEngine:
         seed = spec.seed if call.sampling.seed is None else call.sampling.seed
         limits = ReplyBounds(spec.output_length(call), call.max_output_tokens, call.sampling.stop)
         input_tokens = count_prompt_tokens(call.prompt, call.chat)
-        run = _Run(sink, script(call.prompt, seed, limits), input_tokens, self._bounds.stop_ms)
+        run = SimulatedRun(sink, script(call.prompt, seed, limits), input_tokens, self._bounds.stop_ms)
         loop = asyncio.get_running_loop()
         if replica.lost or self._closed:
             run.leave(lost=True)
-            loop.call_soon(run.fail, ReplicaLost())
+            loop.call_soon(run.fail, ReplicaLost(reached=False))
         elif input_tokens + call.max_output_tokens > self._context_tokens(call.replica):
             run.leave()
             members = {"input_tokens": input_tokens, "limit": self._context_tokens(call.replica)}
             loop.call_soon(run.fail, EngineRejected("Input and output do not fit the context window", members=members))
         else:
-            replica.submit(run)
+            replica.submit(run, call)
         return run
 
     async def count_input(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
@@ -308,7 +277,13 @@ class SimulatedEngine:
         if not await self._answers(replica.name, self._bounds.probe_ms):
             raise ReplicaLost() if self._replica(replica.name).lost else Stalled("The replica did not answer in time")
         context_tokens = self._context_tokens(replica)
-        return msgspec.structs.replace(replica, context_tokens=context_tokens, counts_tokens=True, continuous_usage=True)
+        return msgspec.structs.replace(
+            replica,
+            context_tokens=context_tokens,
+            counts_tokens=True,
+            continuous_usage=True,
+            cache_salt=self._replica(replica.name).spec.prefix_cache,
+        )
 
     async def aclose(self) -> None:
         """Cancel every run; later ones end ReplicaLost."""
@@ -334,6 +309,10 @@ class SimulatedEngine:
         """A stalled replica goes on where it was."""
         self._replica(name).unstall()
 
+    def order(self, name: str, faults: Faults) -> None:
+        """The replica's faults from now on, in place of those before; the default ends all, a stall too."""
+        self._replica(name).order(faults)
+
     def running(self, name: str) -> int:
         """Generations that the replica computes now."""
         return self.load(name).running
@@ -342,7 +321,16 @@ class SimulatedEngine:
         """The replica's own figures."""
         replica = self._replica(name)
         batch = replica.batch
-        return ReplicaLoad(batch.running, batch.waiting, replica.prompt_tokens, replica.generation_tokens)
+        return ReplicaLoad(
+            batch.running,
+            batch.waiting,
+            replica.prompt_tokens,
+            replica.generation_tokens,
+            batch.kv_usage,
+            batch.preemptions,
+            batch.prefix_queries,
+            batch.prefix_hits,
+        )
 
     # ── within ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -354,8 +342,10 @@ class SimulatedEngine:
         return replica
 
     def _context_tokens(self, address: ReplicaAddress) -> Tokens:
-        own = self._replica(address.name).spec.context_tokens
-        return address.context_tokens if own is None else own
+        """The window: what the replica says, else the address, and no more than its KV blocks have room for."""
+        replica = self._replica(address.name)
+        own = replica.spec.context_tokens
+        return min(address.context_tokens if own is None else own, replica.batch.kv_tokens)
 
     async def _answers(self, name: str, within_ms: Millis) -> bool:
         """Whether the replica answers; a stalled one is given until the bound."""

@@ -7,7 +7,7 @@ phase and streaming or not, frees its sequence at the next step. Headers of a st
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -15,16 +15,23 @@ from weir import __version__
 from weir.core.registry.model import EngineKind
 from weir.core.request import Message, Sampling
 from weir.engines.simulated import SimulatedEngine, SimulatedReplica
+from weir.engines.simulated_blocks import BLOCK_TOKENS
+from weir.engines.simulated_faults import NO_FAULTS, FaultOrder, Faults
+from weir.engines.simulated_shapes import Refusal, Shape, StreamOptions, exposition
 from weir.engines.simulated_text import count_prompt_tokens, invented_token_ids
+from weir.engines.step_time import step_time
 from weir.messages import ReplicaAddress
-from weir.ports import Clock, Delta, EngineCall, EngineEnd, EngineRun, EngineUsage
-from weir.units import Tokens
+from weir.ports import Clock, Delta, EngineCall, EngineEnd, EngineRun
+from weir.units import Millis, Tokens
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+_T = TypeVar("_T")
 
 BODY_BYTES_MAX = 32 * 1024 * 1024
+SALT_LENGTH_MAX = 128
+SALT_FORBIDDEN = frozenset("@/\\\0")
 COMPLETION_TOKENS_DEFAULT = 16  # what the completions API takes when max_tokens is absent
 _REPLICA = "simulated"
 _JSON = (b"content-type", b"application/json")
@@ -33,7 +40,12 @@ _TEXT = (b"content-type", b"text/plain; charset=utf-8")
 
 
 class ServerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a simulated server is; the first line on its standard input. port 0: any free one."""
+    """What a simulated server is; the first line on its standard input. port 0: any free one.
+
+    kv_tokens: what its KV blocks have room for, None for the row's. prefix_cache: whether it reuses what prompts of one salt
+    begin with; only then it says that it is vLLM, which is what a client takes as the promise to keep salts apart.
+    start_ms: time until it listens. faults: in force from its start.
+    """
 
     model: str = "demo"
     context_tokens: Tokens = 8_192
@@ -44,16 +56,32 @@ class ServerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 0
     api_key: str | None = None
+    kv_tokens: Tokens | None = None
+    prefix_cache: bool = False
+    start_ms: Annotated[Millis, msgspec.Meta(ge=0)] = 0
+    faults: Faults = NO_FAULTS
+
+    def replica(self, on_crash: Callable[[], None]) -> SimulatedReplica:
+        """The replica behind it. Raises LookupError for an unknown row or preset, ValueError for a window beyond its blocks."""
+        kv_tokens = step_time(self.row, self.preset).row.kv_tokens if self.kv_tokens is None else self.kv_tokens
+        if self.context_tokens > kv_tokens // BLOCK_TOKENS * BLOCK_TOKENS:
+            raise ValueError(f"the window of {self.context_tokens} tokens is larger than the KV blocks, {kv_tokens} tokens")
+        return SimulatedReplica(
+            self.row,
+            self.preset,
+            self.concurrency,
+            self.context_tokens,
+            self.seed,
+            kv_tokens=kv_tokens,
+            prefix_cache=self.prefix_cache,
+            faults=self.faults,
+            on_crash=on_crash,
+        )
 
 
 class _Turn(msgspec.Struct):
     role: str
     content: str
-
-
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
 
 
 class _Body(msgspec.Struct):
@@ -65,27 +93,27 @@ class _Body(msgspec.Struct):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
     n: Literal[1] | None = None
+    cache_salt: str | None = None
 
     def text(self) -> str | tuple[Message, ...]:
-        """Prompt or conversation. Raises _Refusal when there is none."""
+        """Prompt or conversation. Raises Refusal when there is none."""
         if self.messages:
             return tuple(Message(turn.role, turn.content) for turn in self.messages)
         if self.prompt is None:
-            raise _Refusal(400, "BadRequestError", "a prompt or messages are required")
+            raise Refusal(400, "BadRequestError", "a prompt or messages are required")
         return self.prompt
 
-
-class _Refusal(Exception):
-    """An answer in OpenAI's error shape instead of the one asked for."""
-
-    def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    def salt(self) -> str | None:
+        """The cache salt; none where it is absent. Raises Refusal for those that vLLM refuses."""
+        salt = self.cache_salt
+        if salt is not None and (not 0 < len(salt) <= SALT_LENGTH_MAX or SALT_FORBIDDEN.intersection(salt)):
+            message = f"cache_salt must be 1 to {SALT_LENGTH_MAX} characters without @, /, \\ and NUL"
+            raise Refusal(400, "BadRequestError", message, "cache_salt")
+        return salt
 
 
 class _ClientLeft(Exception):
@@ -124,95 +152,18 @@ class _Inbox:
         return deltas, self._end
 
 
-class _Shape:
-    """How one generation is written: chat or plain completion."""
-
-    def __init__(self, serial: int, body: _Body, created_s: int, chat: bool, input_tokens: Tokens) -> None:
-        options = body.stream_options or _StreamOptions()
-        self.chat = chat
-        self.streamed = bool(body.stream)
-        self.input_tokens = input_tokens
-        self._include_usage = options.include_usage
-        self._continuous = options.include_usage and options.continuous_usage_stats
-        kind = "chat.completion" if chat else "text_completion"
-        self._head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{serial}",
-            "object": f"{kind}.chunk" if chat and self.streamed else kind,
-            "created": created_s,
-            "model": body.model,
-        }
-
-    def opening(self) -> bytes:
-        """What comes before the first token: chat's role chunk."""
-        return self._event([self._choice(delta={"role": "assistant", "content": ""})], 0) if self.chat else b""
-
-    def deltas(self, deltas: Sequence[Delta]) -> bytes:
-        """One event per token."""
-        return b"".join(self._event([self._piece(delta.text, None)], delta.tokens or 0) for delta in deltas)
-
-    def closing(self, end: EngineEnd) -> bytes:
-        """The finish chunk, the usage chunk if asked for, and the end mark; or the error event."""
-        if end.usage is None or end.reason is None:
-            return _event({"error": _fault(end).body["error"]}) + b"data: [DONE]\n\n"
-        reason = end.reason.value
-        last = self._choice(delta={}, reason=reason) if self.chat else self._piece("", reason)
-        text = self._event([last], end.usage.output_tokens)
-        if self._include_usage:
-            text += _event({**self._head, "choices": [], "usage": _usage(end.usage)})
-        return text + b"data: [DONE]\n\n"
-
-    def whole(self, text: str, end: EngineEnd) -> bytes:
-        """The answer that is not streamed. Raises _Refusal when the run failed."""
-        if end.usage is None or end.reason is None:
-            raise _fault(end)
-        if self.chat:
-            choice = self._choice(message={"role": "assistant", "content": text}, reason=end.reason.value)
-        else:
-            choice = self._choice(text=text, reason=end.reason.value)
-        return msgspec.json.encode({**self._head, "choices": [choice], "usage": _usage(end.usage)})
-
-    def _piece(self, text: str, reason: str | None) -> dict[str, Any]:
-        return self._choice(delta={"content": text}, reason=reason) if self.chat else self._choice(text=text, reason=reason)
-
-    def _choice(self, *, reason: str | None = None, **content: Any) -> dict[str, Any]:
-        return {"index": 0, **content, "logprobs": None, "finish_reason": reason, "stop_reason": None}
-
-    def _event(self, choices: list[dict[str, Any]], output_tokens: Tokens) -> bytes:
-        chunk: dict[str, Any] = {**self._head, "choices": choices}
-        if self._continuous:
-            chunk["usage"] = {
-                "prompt_tokens": self.input_tokens,
-                "total_tokens": self.input_tokens + output_tokens,
-                "completion_tokens": output_tokens,
-            }
-        return _event(chunk)
-
-
-def _event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
-
-
-def _usage(usage: EngineUsage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.input_tokens,
-        "total_tokens": usage.input_tokens + usage.output_tokens,
-        "completion_tokens": usage.output_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_input_tokens},
-    }
-
-
-def _fault(end: EngineEnd) -> _Refusal:
-    return _Refusal(500, "InternalServerError", end.fault.detail if end.fault else "the engine failed")
-
-
 class SimulatedApi:
-    """The ASGI application around one simulated replica. clock: for the `created` member."""
+    """The ASGI application around one simulated replica. clock: for the `created` member.
 
-    def __init__(self, spec: ServerSpec, clock: Clock) -> None:
-        replica = SimulatedReplica(spec.row, spec.preset, spec.concurrency, spec.context_tokens, spec.seed)
+    crash: ends its process, when a fault says so; refuse: makes it refuse connections for so many milliseconds. Raises what
+    `ServerSpec.replica` raises.
+    """
+
+    def __init__(self, spec: ServerSpec, clock: Clock, crash: Callable[[], None], refuse: Callable[[Millis], None]) -> None:
         self._spec = spec
         self._clock = clock
-        self._engine = SimulatedEngine(replica)
+        self._refuse = refuse
+        self._engine = SimulatedEngine(spec.replica(crash))
         self._address = ReplicaAddress(
             _REPLICA, _REPLICA, _REPLICA, EngineKind.SIMULATED, "", spec.model, spec.context_tokens, counts_tokens=True
         )
@@ -223,6 +174,7 @@ class SimulatedApi:
             ("GET", "/metrics"): self._metrics,
             ("GET", "/v1/models"): self._models,
             ("POST", "/tokenize"): self._tokenize,
+            ("PUT", "/faults"): self._order,
             ("POST", "/v1/completions"): lambda receive, send: self._generate(receive, send, chat=False),
             ("POST", "/v1/chat/completions"): lambda receive, send: self._generate(receive, send, chat=True),
         }
@@ -231,13 +183,13 @@ class SimulatedApi:
         """One HTTP exchange."""
         assert scope["type"] == "http"
         try:
-            if scope["path"].startswith("/v1/"):
+            if scope["path"].startswith("/v1/") or scope["path"] == "/faults":
                 self._authenticate(scope)
             route = self._routes.get((scope["method"], scope["path"]))
             if route is None:
-                raise _Refusal(404, "NotFoundError", "no such path")
+                raise Refusal(404, "NotFoundError", "no such path")
             await route(receive, send)
-        except _Refusal as refusal:
+        except Refusal as refusal:
             await _answer(send, refusal.status, _JSON, msgspec.json.encode(refusal.body))
         except _ClientLeft:
             return
@@ -247,7 +199,7 @@ class SimulatedApi:
             return
         presented = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         if not hmac.compare_digest(presented, f"Bearer {self._spec.api_key}".encode()):
-            raise _Refusal(401, "AuthenticationError", "Unauthorized")
+            raise Refusal(401, "AuthenticationError", "Unauthorized")
 
     # ── what is asked beside generations ─────────────────────────────────────────────────────────────────────────────
 
@@ -262,7 +214,7 @@ class SimulatedApi:
             "id": self._spec.model,
             "object": "model",
             "created": self._clock.wall_ms() // 1_000,
-            "owned_by": "weir",
+            "owned_by": "vllm" if self._spec.prefix_cache else "weir",
             "root": self._spec.model,
             "max_model_len": self._spec.context_tokens,
         }
@@ -281,18 +233,15 @@ class SimulatedApi:
         await _answer(send, 200, _JSON, msgspec.json.encode(shape))
 
     async def _metrics(self, _: Receive, send: Send) -> None:
-        load = self._engine.load(_REPLICA)
-        rows = (
-            ("num_requests_running", "gauge", load.running),
-            ("num_requests_waiting", "gauge", load.waiting),
-            ("kv_cache_usage_perc", "gauge", 0),  # KV blocks are not simulated
-            ("prompt_tokens_total", "counter", load.prompt_tokens),
-            ("generation_tokens_total", "counter", load.generation_tokens),
-        )
-        model = msgspec.json.encode(self._spec.model).decode()
-        labels = f'{{engine="0",model_name={model}}}'
-        text = "".join(f"# TYPE vllm:{name} {kind}\nvllm:{name}{labels} {float(value)}\n" for name, kind, value in rows)
-        await _answer(send, 200, _TEXT, text.encode())
+        await _answer(send, 200, _TEXT, exposition(self._spec.model, self._engine.load(_REPLICA)).encode())
+
+    async def _order(self, receive: Receive, send: Send) -> None:
+        """The control route: from now on the faults of the body, and no others."""
+        order = await _decoded(receive, FaultOrder)
+        self._engine.order(_REPLICA, order)
+        if order.refuse_ms:
+            self._refuse(order.refuse_ms)
+        await _answer(send, 200, _JSON, b"{}")
 
     # ── generations ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -301,7 +250,9 @@ class SimulatedApi:
         call = self._call(body, chat)
         self._serial += 1
         input_tokens = count_prompt_tokens(call.prompt, chat)
-        shape = _Shape(self._serial, body, self._clock.wall_ms() // 1_000, chat, input_tokens)
+        head = (self._serial, self._spec.model, self._clock.wall_ms() // 1_000)
+        options = body.stream_options or StreamOptions() if body.stream else None
+        shape = Shape(head, chat, input_tokens, options)
         inbox = _Inbox()
         run = self._engine.start(call, inbox)
         async with asyncio.TaskGroup() as group:
@@ -315,38 +266,35 @@ class SimulatedApi:
                 watcher.cancel()
 
     def _call(self, body: _Body, chat: bool) -> EngineCall:
-        """What the engine is asked. Raises _Refusal where vLLM answers 400."""
+        """What the engine is asked. Raises Refusal where vLLM answers 400."""
         if (body.messages is not None) is not chat:
-            raise _Refusal(400, "BadRequestError", "messages are required" if chat else "a prompt is required")
+            raise Refusal(400, "BadRequestError", "messages are required" if chat else "a prompt is required")
         prompt = body.text()
         room = self._spec.context_tokens - count_prompt_tokens(prompt, chat)
         asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         max_tokens = asked if asked is not None else (max(1, room) if chat else COMPLETION_TOKENS_DEFAULT)
         if max_tokens < 1:
-            raise _Refusal(400, "BadRequestError", "max_tokens must be at least 1", "max_tokens")
+            raise Refusal(400, "BadRequestError", "max_tokens must be at least 1", "max_tokens")
         if max_tokens > room:
             message = (
                 f"This model's maximum context length is {self._spec.context_tokens} tokens. However, you requested "
                 f"{max_tokens} output tokens and your prompt contains {self._spec.context_tokens - room} input tokens."
             )
-            raise _Refusal(400, "BadRequestError", message, "input_tokens")
+            raise Refusal(400, "BadRequestError", message, "input_tokens")
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        return EngineCall(self._address, 0, prompt, chat, max_tokens, Sampling(seed=body.seed, stop=stop))
+        return EngineCall(self._address, 0, prompt, chat, max_tokens, Sampling(seed=body.seed, stop=stop), body.salt())
 
     async def _read(self, receive: Receive) -> _Body:
-        """The request's body. Raises _Refusal for what is malformed, too large, or for another model."""
-        try:
-            body = msgspec.json.decode(await _read_bytes(receive), type=_Body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _Refusal(400, "BadRequestError", f"the body is not valid: {error}") from None
+        """The request's body. Raises Refusal for what is malformed, too large, or for another model."""
+        body = await _decoded(receive, _Body)
         if body.model is None:
             body.model = self._spec.model
         if body.model != self._spec.model:
-            raise _Refusal(404, "NotFoundError", "The model does not exist.", "model")
+            raise Refusal(404, "NotFoundError", "The model does not exist.", "model")
         return body
 
 
-async def _stream(send: Send, shape: _Shape, inbox: _Inbox) -> None:
+async def _stream(send: Send, shape: Shape, inbox: _Inbox) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": [_EVENTS]})
     text = shape.opening()
     end: EngineEnd | None = None
@@ -357,7 +305,7 @@ async def _stream(send: Send, shape: _Shape, inbox: _Inbox) -> None:
         text = b""
 
 
-async def _write_whole(send: Send, shape: _Shape, inbox: _Inbox) -> None:
+async def _write_whole(send: Send, shape: Shape, inbox: _Inbox) -> None:
     pieces: list[str] = []
     end: EngineEnd | None = None
     while end is None:  # bounded by the reply's length
@@ -365,7 +313,7 @@ async def _write_whole(send: Send, shape: _Shape, inbox: _Inbox) -> None:
         pieces += [delta.text for delta in deltas]
     try:
         status, body = 200, shape.whole("".join(pieces), end)
-    except _Refusal as refusal:
+    except Refusal as refusal:
         status, body = refusal.status, msgspec.json.encode(refusal.body)
     await _answer(send, status, _JSON, body)
 
@@ -378,6 +326,14 @@ async def _watch(receive: Receive, run: EngineRun, inbox: _Inbox) -> None:
     inbox.leave()
 
 
+async def _decoded(receive: Receive, kind: type[_T]) -> _T:
+    """The body as a value. Raises Refusal where it is none."""
+    try:
+        return msgspec.json.decode(await _read_bytes(receive), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refusal(400, "BadRequestError", f"the body is not valid: {error}") from None
+
+
 async def _read_bytes(receive: Receive) -> bytes:
     chunks = bytearray()
     more = True
@@ -387,7 +343,7 @@ async def _read_bytes(receive: Receive) -> bytes:
             raise _ClientLeft
         chunks += message.get("body", b"")
         if len(chunks) > BODY_BYTES_MAX:
-            raise _Refusal(413, "BadRequestError", "the body is too large")
+            raise Refusal(413, "BadRequestError", "the body is too large")
         more = message.get("more_body", False)
     return bytes(chunks)
 

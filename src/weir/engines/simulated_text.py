@@ -10,6 +10,7 @@ from itertools import accumulate
 
 from weir.core.endings import FinishReason
 from weir.core.request import Message
+from weir.engines.simulated_blocks import BLOCK_TOKENS
 from weir.units import Tokens, ceil_div
 
 BYTES_PER_TOKEN = 4
@@ -44,6 +45,29 @@ def count_prompt_tokens(prompt: str | tuple[Message, ...], chat: bool) -> Tokens
         return max(1, ceil_div(len(prompt.encode()), BYTES_PER_TOKEN))
     contents = (prompt,) if isinstance(prompt, str) else tuple(turn.content for turn in prompt)
     return REPLY_TOKENS + sum(TURN_TOKENS + ceil_div(len(content.encode()), BYTES_PER_TOKEN) for content in contents)
+
+
+def prompt_block_keys(prompt: str | tuple[Message, ...], chat: bool) -> tuple[bytes, ...]:
+    """A digest of each full block of a prompt's tokens, in order: equal where, and only where, those tokens are.
+
+    A conversation's tokens are those that `count_prompt_tokens` counts, so another turn changes nothing before it.
+    """
+    encoded = _template(prompt) if chat or not isinstance(prompt, str) else prompt.encode()
+    size = BLOCK_TOKENS * BYTES_PER_TOKEN
+    blocks = count_prompt_tokens(prompt, chat) // BLOCK_TOKENS
+    pieces = (encoded[number * size : (number + 1) * size] for number in range(blocks))
+    return tuple(hashlib.blake2b(piece, digest_size=16).digest() for piece in pieces)
+
+
+def _template(prompt: str | tuple[Message, ...]) -> bytes:
+    """A conversation as its tokens' bytes. The last token of a turn is filled with a byte that no text contains."""
+    turns = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+    tokens = bytearray()
+    for turn in turns:
+        tokens += hashlib.blake2b(turn.role.encode(), digest_size=TURN_TOKENS * BYTES_PER_TOKEN).digest()
+        content = turn.content.encode()
+        tokens += content + b"\xff" * (-len(content) % BYTES_PER_TOKEN)
+    return bytes(tokens) + b"\xff" * (REPLY_TOKENS * BYTES_PER_TOKEN)
 
 
 def natural_output_tokens(prompt: str | tuple[Message, ...]) -> Tokens:

@@ -4,6 +4,7 @@ It keeps state and computes figures from it; the relay decides what is handed ou
 a second attempt gets a new one: nothing of the first, neither text nor counts nor booked steps, passes over.
 """
 
+from weir import errors
 from weir.core.endings import FinishReason
 from weir.core.metering import Basis, InputBasis
 from weir.core.stream import TokenStream
@@ -50,6 +51,12 @@ class Attempt:
             self.run.pause()
         else:
             self.run.resume()
+
+    @property
+    def reached(self) -> bool:
+        """False once it is known that its replica never got the request."""
+        fault = self.end.fault if self.end is not None else None
+        return not isinstance(fault, errors.ReplicaLost) or fault.reached
 
     def output_tokens(self) -> Tokens:
         """The engine's own figure where it arrived, else what was counted here."""

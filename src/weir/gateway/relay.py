@@ -371,6 +371,7 @@ class Relay:
             ttft_ms=self._ttft_ms(),
             tpot_ms=attempt.stream.tpot_ms(attempt.output_tokens()),
             error_detail=attempt.detail,
+            reached=attempt.reached,
         )
         if is_retryable(reason, attempt.number, delivered=self._first_written_ns is not None):
             self._attempt = Attempt(self._plan, self._parts.step_tokens)  # before the report: the grant may come within it

@@ -17,6 +17,7 @@ PAYS_NOTHING = {
     "coordinator_lost",
     "shutdown",
     "engine_rejected",
+    "quarantined",
 }
 
 

@@ -40,7 +40,7 @@ class Cell:
         store.refused = self.die
         self.book = recovered.book
         self.journal = recovered.journal
-        self.fleet = Fleet()
+        self.fleet = Fleet(clock)
         self.inbox = Inbox()
         self.engine = world.make_engine(serial)
         self.conversations: dict[asyncio.Task[None], Exchange] = {}

@@ -8,6 +8,7 @@ sockets, processes, signals) is refused; a world in which nothing can happen any
 import asyncio
 import contextvars
 import heapq
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from itertools import count
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
@@ -82,6 +83,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     """The loop. until_ms: virtual milliseconds after which waiting raises VirtualTimeout."""
 
     _scheduled: list[asyncio.TimerHandle]  # the parent's heap
+    _ready: deque[asyncio.Handle]  # the parent's queue
 
     def __init__(self, until_ms: Millis) -> None:
         super().__init__()
@@ -144,6 +146,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
     async def create_server(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: there is no network here. Raises LeftTheWorld."""
         raise LeftTheWorld("the virtual loop has no sockets")
+
+    def leap(self, to_ns: Nanos) -> bool:
+        """Within a callback, let time go on to an instant; False, and it stands, unless nothing is ready or due until then."""
+        is_next = not self._scheduled or round(self._scheduled[0].when() * NANOS_PER_SECOND) > to_ns
+        if self._ready or not is_next or to_ns > self._until_ns:
+            return False
+        assert to_ns >= self._now_ns
+        self._now_ns = to_ns
+        self._turns_at_instant = 0
+        return True
 
     def at_turn(self, turn: int, strike: Callable[[], None]) -> None:
         """Call back between two turns, before the one with this number (`turns` counts them): tasks await then, all of them."""

@@ -159,6 +159,7 @@ TENANT = Table(
     _required("time_zone", Text),
     *(_required(name, Boolean) for name in ("disabled", "revoked", "external_allowed")),
     _required("former_time_zones", JSON),
+    _required("weight", BigInteger),
 )
 
 APPLICATION = Table(

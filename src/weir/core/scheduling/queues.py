@@ -1,17 +1,20 @@
 """The bounded queue of one scheduling domain: a flow per tenant, and an order between the flows.
 
 Bounds are entries per tenant, entries and bytes per domain; the bound of waiting time is the coordinator's timer. Within a flow
-entries leave first in, first out. Between flows the order is behind `Order`, so that a fairer one replaces plain rotation
-without touching the queue. A request that waits for its second attempt goes ahead of every flow: it had its turn already.
+goes first what must start first, and of equals the oldest. Between flows the order is behind `orders.py::Order`. A request
+that waits for its second attempt goes ahead of every flow: it had its turn already, and is not charged again.
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from weir import errors
-from weir.units import Bytes, Millis
+from weir.core.scheduling.fairness import FairOrder
+from weir.core.scheduling.lazy_heap import LazyHeap
+from weir.core.scheduling.orders import Cost, Head, Order, Ticket
+from weir.units import Bytes, Millis, Nanos
 
 _QUEUE_RETRY_MS = 1_000
 
@@ -20,12 +23,32 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class QueueBounds:
-    """Entries ≥ 1, bytes ≥ 1, waiting time in ms ≥ 1."""
+    """Entries ≥ 1, bytes ≥ 1, waiting time in ms ≥ 1.
+
+    The door refuses above half of the waiting time: a prediction is right on average, so that of those which are predicted to
+    wait for all of it every second one would be admitted in vain.
+    """
 
     entries_per_tenant_max: int = 256
     entries_max: int = 2_000
     bytes_max: Bytes = 64 * 1024 * 1024
     wait_ms_max: Millis = 5_000
+
+    @property
+    def door_ms_max(self) -> Millis:
+        """The longest predicted wait with which a request is admitted."""
+        return max(1, self.wait_ms_max // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[Key]):
+    """What waits. cost: what its dispatch is expected to take of the domain; start_by_ns: when it must have started."""
+
+    tenant: str
+    key: Key
+    size: Bytes
+    cost: Cost
+    start_by_ns: Nanos
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,61 +60,55 @@ class Waiting(Generic[Key]):
     avoid: str | None = None
 
 
-class Order(Protocol):
-    """Whose turn it is between backlogged flows."""
+class _Flow(Generic[Key]):
+    """One tenant's entries, by when they must start and then by arrival."""
 
-    def joined(self, tenant: str) -> None:
-        """The flow became backlogged."""
-        ...
-
-    def left(self, tenant: str) -> None:
-        """The flow has no entry any more."""
-        ...
-
-    def turn(self) -> str | None:
-        """The flow whose head goes next; None when nothing waits. Changes nothing."""
-        ...
-
-    def served(self, tenant: str) -> None:
-        """The head of this flow was dispatched."""
-        ...
-
-
-class Rotation:
-    """Plain round robin: a served flow goes to the end."""
+    __slots__ = ("_by_urgency", "entries", "work")
 
     def __init__(self) -> None:
-        self._ring: deque[str] = deque()
+        self.entries: dict[Key, Entry[Key]] = {}
+        self.work: Cost = 0
+        self._by_urgency: LazyHeap[tuple[Nanos, int], Key] = LazyHeap()
 
-    def joined(self, tenant: str) -> None:
-        """Enter at the end."""
-        self._ring.append(tenant)
+    def push(self, number: int, entry: Entry[Key]) -> None:
+        self.entries[entry.key] = entry
+        self.work += entry.cost
+        self._by_urgency.put(entry.key, (entry.start_by_ns, number))
 
-    def left(self, tenant: str) -> None:
-        """Leave the ring; linear in the number of backlogged tenants."""
-        self._ring.remove(tenant)
+    def pop(self, key: Key) -> Entry[Key]:
+        entry = self.entries.pop(key)
+        self.work -= entry.cost
+        self._by_urgency.discard(key)
+        return entry
 
-    def turn(self) -> str | None:
-        """The flow that waited longest for its turn."""
-        return self._ring[0] if self._ring else None
+    def head(self) -> Head | None:
+        """Its first entry, as orders see it."""
+        first = self._by_urgency.first()
+        if first is None:
+            return None
+        start_by_ns, number = first[0]
+        return Head(number, start_by_ns)
 
-    def served(self, tenant: str) -> None:
-        """Go to the end if it is its turn."""
-        if self._ring and self._ring[0] == tenant:
-            self._ring.rotate(-1)
+    def head_key(self) -> Key:
+        """The key of its first entry, which there is."""
+        first = self._by_urgency.first()
+        assert first is not None
+        return first[1]
 
 
 class DomainQueue(Generic[Key]):
-    """Waiting requests of one scheduling domain, by key."""
+    """Waiting requests of one scheduling domain, by key. order: between tenants, of its own for each queue."""
 
     def __init__(self, bounds: QueueBounds, order: Order | None = None) -> None:
         self.bounds = bounds
-        self._order: Order = order or Rotation()
-        self._flows: dict[str, OrderedDict[Key, Bytes]] = {}
-        self._ahead: dict[str, OrderedDict[Key, tuple[str, Bytes]]] = {}  # by the replica to avoid
+        self._order: Order = order or FairOrder()
+        self._flows: dict[str, _Flow[Key]] = {}
+        self._ahead: dict[str, OrderedDict[Key, Entry[Key]]] = {}  # by the replica to avoid
         self._entries: Counter[str] = Counter()
+        self._arrivals = 0
         self._total = 0
         self._bytes = 0
+        self._work: Cost = 0
 
     def __len__(self) -> int:
         return self._total
@@ -106,6 +123,18 @@ class DomainQueue(Generic[Key]):
         """How many wait ahead of every flow."""
         return sum(map(len, self._ahead.values()))
 
+    @property
+    def work_ahead(self) -> Cost:
+        """The cost of those that wait ahead of every flow."""
+        return sum(entry.cost for again in self._ahead.values() for entry in again.values())
+
+    def work_before(self, tenant: str) -> Cost:
+        """The cost of what goes before one more request of this tenant, about."""
+        flow = self._flows.get(tenant)
+        own = flow.work if flow else 0
+        ahead = self.work_ahead if self._ahead else 0
+        return ahead + own + self._order.work_before(tenant, own, self._work - ahead - own)
+
     def refusal(self, tenant: str, size: Bytes) -> errors.WeirError | None:
         """Why one more entry of `size` bytes may not wait, or None."""
         waiting = self._entries[tenant]
@@ -118,63 +147,84 @@ class DomainQueue(Generic[Key]):
             return None
         return errors.QueueFull(detail, retry_after_ms=_QUEUE_RETRY_MS)
 
-    def push(self, tenant: str, key: Key, size: Bytes) -> None:
-        """Wait at the end of the tenant's flow. The caller asked `refusal` in the same step."""
-        flow = self._flows.get(tenant)
+    def push(self, entry: Entry[Key]) -> None:
+        """Wait in the tenant's flow. The caller asked `refusal` in the same step."""
+        flow = self._flows.get(entry.tenant)
         if flow is None:
-            flow = self._flows[tenant] = OrderedDict()
-            self._order.joined(tenant)
-        assert key not in flow
-        flow[key] = size
-        self._count(tenant, 1, size)
+            flow = self._flows[entry.tenant] = _Flow()
+        assert entry.key not in flow.entries
+        before = flow.head()
+        self._arrivals += 1
+        flow.push(self._arrivals, entry)
+        self._count(entry, 1)
+        head = flow.head()
+        assert head is not None
+        if before is None:
+            self._order.joined(entry.tenant, head)
+        elif head != before:
+            self._order.changed(entry.tenant, head)
 
-    def push_ahead(self, tenant: str, key: Key, size: Bytes, avoid: str) -> None:
+    def push_ahead(self, entry: Entry[Key], avoid: str) -> None:
         """Wait ahead of every flow for another replica than `avoid`. The caller asked `refusal` in the same step."""
         again = self._ahead.setdefault(avoid, OrderedDict())
-        assert key not in again
-        again[key] = (tenant, size)
-        self._count(tenant, 1, size)
+        assert entry.key not in again
+        again[entry.key] = entry
+        self._count(entry, 1)
 
     def candidates(self) -> Iterator[Waiting[Key]]:
         """Who may go next, first choice first: of those ahead one per replica to avoid, then the head whose turn it is."""
         for avoid, again in self._ahead.items():
             key = next(iter(again))
-            yield Waiting(again[key][0], key, avoid)
-        tenant = self._order.turn()
-        if tenant is not None:
-            yield Waiting(tenant, next(iter(self._flows[tenant])))
+            yield Waiting(again[key].tenant, key, avoid)
+        first = self._order.first()
+        if first is not None:
+            yield Waiting(first, self._flows[first].head_key())
 
-    def serve(self, waiting: Waiting[Key]) -> None:
-        """Take a candidate out, as dispatched. One that waited ahead uses no turn."""
-        if waiting.avoid is None:
-            self._order.served(waiting.tenant)
-        removed = self.remove(waiting.tenant, waiting.key)
-        assert removed
+    def serve(self, waiting: Waiting[Key]) -> Ticket | None:
+        """Take a candidate out, as dispatched, and charge its flow; None for one that waited ahead: it was charged before."""
+        if waiting.avoid is not None:
+            assert self.remove(waiting.tenant, waiting.key)
+            return None
+        ticket = self._order.charge(waiting.tenant, self._flows[waiting.tenant].entries[waiting.key].cost)
+        assert self.remove(waiting.tenant, waiting.key)
+        return ticket
+
+    def correct(self, ticket: Ticket, cost: Cost) -> Ticket:
+        """What was dispatched costs this so far; the ticket that holds now."""
+        return self._order.correct(ticket, cost)
+
+    def close(self, ticket: Ticket, cost: Cost) -> None:
+        """What was dispatched ended, and cost this."""
+        self._order.close(ticket, cost)
 
     def remove(self, tenant: str, key: Key) -> bool:
         """Take an entry out wherever it waits; False if it does not."""
         flow = self._flows.get(tenant)
-        if flow is None or key not in flow:
+        if flow is None or key not in flow.entries:
             return self._remove_ahead(key)
-        self._count(tenant, -1, -flow.pop(key))
-        if not flow:
+        before = flow.head()
+        self._count(flow.pop(key), -1)
+        after = flow.head()
+        if after is None:
             del self._flows[tenant]
             self._order.left(tenant)
+        elif after != before:
+            self._order.changed(tenant, after)
         return True
 
     def _remove_ahead(self, key: Key) -> bool:
         avoid = next((avoid for avoid, again in self._ahead.items() if key in again), None)
         if avoid is None:
             return False
-        tenant, size = self._ahead[avoid].pop(key)
-        self._count(tenant, -1, -size)
+        self._count(self._ahead[avoid].pop(key), -1)
         if not self._ahead[avoid]:
             del self._ahead[avoid]
         return True
 
-    def _count(self, tenant: str, entries: int, size: Bytes) -> None:
+    def _count(self, entry: Entry[Key], entries: int) -> None:
         self._total += entries
-        self._bytes += size
-        self._entries[tenant] += entries
-        if not self._entries[tenant]:
-            del self._entries[tenant]
+        self._bytes += entries * entry.size
+        self._work += entries * entry.cost
+        self._entries[entry.tenant] += entries
+        if not self._entries[entry.tenant]:
+            del self._entries[entry.tenant]

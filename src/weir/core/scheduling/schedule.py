@@ -28,6 +28,8 @@ def next_start(domains: Mapping[str, DomainQueue[Key]], replicas: Mapping[str, C
     An entry that must avoid the only replica with a free lane lets others pass: it could not have used that lane.
     """
     for domain, queue in domains.items():
+        if not queue:
+            continue
         for waiting in queue.candidates():
             if (replica := place(replicas.get(domain, ()), waiting.avoid)) is not None:
                 return Start(domain, waiting, replica)

@@ -1,0 +1,111 @@
+"""What a decision costs: door, queue, order, placement, charge and end of one request, in CPU µs. See `make bench-decisions`.
+
+The state is steady: for every request that starts one ends and one arrives, with all lanes taken but one. It is measured at
+growing numbers of tenants, waiting requests and replicas, so that the growth shows.
+"""
+
+import gc
+import random
+import sys
+import time
+
+from rich.console import Console
+from rich.table import Table
+
+from weir.core.routing.replica import Replica, ReplicaEvent, ReplicaLimits
+from weir.core.scheduling.fairness import FairOrder, TokenCosts
+from weir.core.scheduling.feasibility import ServiceRate, predicted_wait_ms
+from weir.core.scheduling.orders import ArrivalOrder, Order, Ticket
+from weir.core.scheduling.output_lengths import OutputLengths
+from weir.core.scheduling.queues import DomainQueue, Entry, QueueBounds
+from weir.core.scheduling.schedule import next_start
+
+SIZES = ((10, 100, 4), (100, 1_000, 16), (1_000, 10_000, 64), (1_000, 100_000, 64))
+"""(tenants, waiting, replicas)."""
+CONCURRENCY = 64
+DECISIONS = 20_000
+REPEATS = 3
+WIDE = QueueBounds(10**6, 10**6, 10**12, 5_000)
+
+
+class Stand:
+    """A domain with a full fleet."""
+
+    def __init__(self, order: Order, tenants: int, waiting: int, replicas: int) -> None:
+        self.random = random.Random(1)
+        self.queue: DomainQueue[int] = DomainQueue(WIDE, order)
+        self.lengths, self.costs, self.rate = OutputLengths(), TokenCosts(), ServiceRate(10**9, 5_000)
+        self.tenants = [f"tenant-{number}" for number in range(tenants)]
+        self.replicas = [_ready(f"replica-{number}") for number in range(replicas)]
+        self.running: list[tuple[Ticket, Replica, int]] = []
+        self.keys = 0
+        for _ in range(waiting + replicas * CONCURRENCY):
+            self.arrive()
+        while self.start():
+            pass
+
+    def arrive(self) -> None:
+        """The door and the queue."""
+        tenant = self.tenants[self.random.randrange(len(self.tenants))]
+        self.keys += 1
+        assert self.queue.refusal(tenant, 500) is None
+        predicted_wait_ms(self.queue.work_before(tenant), len(self.replicas) * CONCURRENCY, self.rate, self.keys * 10**7)
+        cost = self.costs.cost(500, 0, self.lengths.expected((tenant, "app", "revision"), 300, 128))
+        self.queue.push(Entry(tenant, self.keys, 500, cost, self.keys * 10**7))
+
+    def start(self) -> bool:
+        """What starts now, where, and what it pays."""
+        start = next_start({"pool": self.queue}, {"pool": self.replicas})
+        if start is None:
+            return False
+        ticket = self.queue.serve(start.waiting)
+        assert ticket is not None
+        self.running.append((ticket, start.replica, start.replica.take_lane()))
+        return True
+
+    def end(self) -> None:
+        """One that runs ends."""
+        number = self.random.randrange(len(self.running))
+        self.running[number], self.running[-1] = self.running[-1], self.running[number]
+        ticket, replica, lane = self.running.pop()
+        output = self.random.randrange(1, 300)
+        replica.free_lane(lane)
+        self.lengths.observe((ticket.tenant, "app", "revision"), output)
+        cost = self.costs.cost(500, 0, output)
+        self.rate.observe(cost, 10**9, self.keys * 10**7)
+        self.queue.close(ticket, cost)
+
+
+def _ready(name: str) -> Replica:
+    replica = Replica(name, "pool", ReplicaLimits(CONCURRENCY))
+    replica.advance(ReplicaEvent.ANSWERED)
+    return replica
+
+
+def microseconds(order: Order, tenants: int, waiting: int, replicas: int) -> float:
+    """CPU of one request's decisions."""
+    stand = Stand(order, tenants, waiting, replicas)
+    gc.collect()
+    began = time.process_time()
+    for _ in range(DECISIONS):
+        stand.end()
+        stand.arrive()
+        assert stand.start()
+    return (time.process_time() - began) / DECISIONS * 1e6
+
+
+def main() -> int:
+    """Measure and print."""
+    table = Table(title=f"One request's decisions, CPU µs (best of {REPEATS})")
+    for title in ("tenants", "waiting", "replicas", "fair", "first come, first served"):
+        table.add_column(title, justify="right")
+    for size in SIZES:
+        fair = min(microseconds(FairOrder(slack=10_000), *size) for _ in range(REPEATS))
+        plain = min(microseconds(ArrivalOrder(), *size) for _ in range(REPEATS))
+        table.add_row(*(f"{number:,}" for number in size), f"{fair:.1f}", f"{plain:.1f}")
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

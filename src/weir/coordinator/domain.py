@@ -1,0 +1,155 @@
+"""One scheduling domain as the coordinator keeps it: the queue of a pool, what its requests cost, and how fast it is.
+
+It turns an execution into a queue entry with its expected cost, keeps that charge true while the execution runs, and predicts
+how long a newcomer waits. It takes no lane, writes nothing and ends nothing.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from weir.config import CoordinatorConfig
+from weir.coordinator.execution import Execution
+from weir.core.endings import Status
+from weir.core.ledger.records import ExecutionId, SettleRecord
+from weir.core.routing.retry import RetryBudget
+from weir.core.scheduling.fairness import FairOrder, TokenCosts
+from weir.core.scheduling.feasibility import PrefillTime, ServiceRate, WaitBias, predicted_wait_ms
+from weir.core.scheduling.orders import Order
+from weir.core.scheduling.output_lengths import Caller, OutputLengths
+from weir.core.scheduling.queues import DomainQueue, Entry, Waiting
+from weir.units import NANOS_PER_MILLI, Millis, Nanos, Tokens, ns_from_ms
+
+_PRIOR_LANE_NS: Nanos = 1_000 * NANOS_PER_MILLI
+_PRIOR_INPUT_TOKENS: Tokens = 100
+_PRIOR_OUTPUT_TOKENS: Tokens = 128
+"""Before anything was measured: a short question and answer, rather too quick than too slow, so that the door is not locked."""
+
+_BIAS_FROM_MS: Millis = 20
+"""Shorter predictions say nothing: a lane frees when it frees."""
+_BIASES_MAX = 1_000
+"""Tenants whose predictions are corrected, those who waited first forgotten first."""
+
+MakeOrder = Callable[[Callable[[str], int]], Order]
+"""The order between tenants of a new domain, from their weights."""
+
+
+def fair_order(config: CoordinatorConfig) -> MakeOrder:
+    """The product's order: fair, with the configured slack for deadlines."""
+    return lambda weight_of: FairOrder(weight_of, config.fair_slack_tokens * TokenCosts().input)
+
+
+class Domain:
+    """order: between its tenants. lengths: of answers, shared by the domains of a cell."""
+
+    def __init__(self, config: CoordinatorConfig, order: Order, lengths: OutputLengths) -> None:
+        self.queue: DomainQueue[ExecutionId] = DomainQueue(config.queue_bounds, order)
+        self.retries = RetryBudget(config.retries_min, config.retry_percent, ns_from_ms(config.retry_window_ms))
+        self._costs = TokenCosts()
+        self._lengths = lengths
+        self._prefill = PrefillTime()
+        self._biases: OrderedDict[str, WaitBias] = OrderedDict()
+        self._rate = ServiceRate(_PRIOR_LANE_NS, self._costs.cost(_PRIOR_INPUT_TOKENS, 0, _PRIOR_OUTPUT_TOKENS))
+
+    # ── waiting ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def push(self, execution: Execution) -> None:
+        """Wait in the tenant's flow, at the cost that is expected now."""
+        self.queue.push(self._entry(execution))
+
+    def push_ahead(self, execution: Execution, avoid: str) -> None:
+        """Wait for another replica, ahead of every flow."""
+        self.queue.push_ahead(self._entry(execution), avoid)
+
+    def _entry(self, execution: Execution) -> Entry[ExecutionId]:
+        asked = execution.acquire
+        typical = execution.admit.revision.typical_output_tokens
+        expected = asked.choices * self._lengths.expected(_caller(execution), asked.max_output_tokens, typical)
+        return Entry(
+            tenant=asked.tenant,
+            key=execution.id,
+            size=asked.input_bytes,
+            cost=self._costs.cost(execution.admit.worst.input_tokens, 0, expected),
+            start_by_ns=self._start_by_ns(execution),
+        )
+
+    def _start_by_ns(self, execution: Execution) -> Nanos:
+        """When its wait is over, or it is too late for its deadline: patient requests must not starve behind hasty ones."""
+        wait_over_ns = execution.admitted_ns + ns_from_ms(self.queue.bounds.wait_ms_max)
+        return min(wait_over_ns, execution.deadline_ns - self.prefill_ns(execution))
+
+    def predicted_wait_ms(self, tenant: str, lanes: int, free: int, now_ns: Nanos) -> Millis:
+        """How long one more request of this tenant would wait; 0 while a lane is free for everybody. lanes ≥ 1."""
+        queue = self.queue
+        if len(queue) < free:
+            return 0
+        wait_ms = predicted_wait_ms(queue.work_before(tenant), lanes, self._rate, now_ns)
+        bias = self._biases.get(tenant)
+        return int(wait_ms * bias.factor(now_ns)) + 1 if bias else wait_ms
+
+    def waited(self, execution: Execution, now_ns: Nanos) -> None:
+        """It has left the queue, to run or because its wait was over: how long it waited corrects what is predicted next."""
+        if execution.predicted_wait_ms < _BIAS_FROM_MS:
+            return
+        tenant = execution.id.tenant
+        bias = self._biases.get(tenant)
+        if bias is None:
+            bias = self._biases[tenant] = WaitBias(now_ns)
+            if len(self._biases) > _BIASES_MAX:
+                self._biases.popitem(last=False)
+        waited_ms = (now_ns - execution.admitted_ns) / NANOS_PER_MILLI
+        bias.observe(execution.predicted_wait_ms, waited_ms, now_ns)
+
+    def predicted_retry_ms(self, lanes: int, free: int, now_ns: Nanos) -> Millis:
+        """How long a second attempt would wait: only behind other second attempts."""
+        queue = self.queue
+        return 0 if queue.ahead < free else predicted_wait_ms(queue.work_ahead, lanes, self._rate, now_ns)
+
+    def prefill_ns(self, execution: Execution) -> Nanos:
+        """How long its input is expected to take; 0 while nothing was measured."""
+        return self._prefill.expected_ns(execution.admit.worst.input_tokens)
+
+    # ── running ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def serve(self, waiting: Waiting[ExecutionId], execution: Execution) -> None:
+        """It is dispatched: its flow pays, once however often it is tried."""
+        ticket = self.queue.serve(waiting)
+        if ticket is not None:
+            execution.ticket = ticket
+
+    def produced(self, execution: Execution, output_tokens: Tokens) -> None:
+        """It has this much output by now: what goes beyond the expected is charged at once."""
+        ticket = execution.ticket
+        assert ticket is not None
+        cost = self._costs.cost(execution.admit.worst.input_tokens, 0, output_tokens)
+        if cost > ticket.cost:
+            execution.ticket = self.queue.correct(ticket, cost)
+
+    def showed_output(self, execution: Execution, took_ns: Nanos) -> None:
+        """Its first output came this long after its dispatch."""
+        self._prefill.observe(execution.admit.worst.input_tokens, took_ns)
+
+    def ended(self, execution: Execution) -> None:
+        """It ended: its flow pays what it cost. One that ended before its time still pays for its input."""
+        end, ticket = execution.end_record, execution.ticket
+        if ticket is None:
+            return
+        execution.ticket = None
+        if not isinstance(end, SettleRecord) or not end.input_tokens:
+            produced = end.output_tokens if isinstance(end, SettleRecord) else 0
+            cost = self._costs.cost(execution.admit.worst.input_tokens, 0, produced)
+        else:
+            cost = self._costs.cost(end.input_tokens, end.cached_input_tokens, end.output_tokens)
+            if end.status is Status.COMPLETED:
+                self._lengths.observe(_caller(execution), end.output_tokens // execution.acquire.choices)
+        execution.cost = cost
+        self.queue.close(ticket, cost)
+
+    def lane_freed(self, execution: Execution, occupied_ns: Nanos, now_ns: Nanos) -> None:
+        """A lane that it took is free again."""
+        if execution.cost:  # a lost attempt says nothing about how long work takes
+            self._rate.observe(execution.cost, occupied_ns, now_ns)
+
+
+def _caller(execution: Execution) -> Caller:
+    asked = execution.acquire
+    return asked.tenant, asked.application, asked.revision

@@ -1,0 +1,406 @@
+"""Timelines of the latest requests, so that an operator can ask why one went as it did: a bounded ring in the coordinator.
+
+It is told what happened, keeps figures and names as they were, and renders only what is asked for. It decides nothing, and
+never keeps prompt or output text. The oldest request is forgotten first, and within one the oldest event. What is said of a
+request that is forgotten is dropped.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
+
+from weir import errors
+from weir.coordinator.execution import Execution
+from weir.coordinator.sessions import Sessions
+from weir.core.admission import Admit
+from weir.core.endings import FinishReason
+from weir.core.ledger.book import Taken
+from weir.core.ledger.records import BucketTake, EndRecord, ReleaseRecord, SettleRecord
+from weir.core.routing.replica import Replica
+from weir.core.tenancy import Scope
+from weir.messages import Acquire, Down, EndBooked, Ended, EndUnbooked, Finish, GenerationRecord, Granted, Stopped
+from weir.ports import Clock
+from weir.units import NANOS_PER_MILLI, Millis, Nanos, ms_from_ns
+
+EVENTS_MAX = 32
+"""Of one request: twice what two attempts make."""
+
+CANDIDATES_MAX = 8
+"""Of one look at a pool: each costs half a microsecond of every dispatch."""
+
+_REJECTED = 0
+"""Stands for the execution's number where there is none."""
+
+_Key: TypeAlias = tuple[str, str, int]
+_Event: TypeAlias = tuple[Nanos, str, Any]
+
+
+class WhyNot(StrEnum):
+    """Why a replica could not take a request."""
+
+    FULL = "full"
+    AVOIDED = "avoided"
+    NOT_READY = "not ready"
+
+
+class Candidate(NamedTuple):
+    """A replica as the placement met it. score: what was compared, the least wins; None where why_not says why."""
+
+    replica: str
+    free: int
+    running: int
+    score: float | None = None
+    why_not: WhyNot | None = None
+
+
+class Candidates(NamedTuple):
+    """Some replicas of a pool as the placement met them, and how many more it has."""
+
+    kept: Sequence[Candidate] = ()
+    more: int = 0
+
+
+NO_CANDIDATES = Candidates()
+
+
+def candidates_of(replicas: Collection[Replica], avoid: str | None = None, chosen: Replica | None = None) -> Candidates:
+    """A pool as the placement meets it now, which compares the share of lanes taken: its first replicas, the chosen among them.
+
+    avoid: the one that the placement leaves out.
+    """
+    kept = list(islice(replicas, CANDIDATES_MAX))
+    if chosen is not None and chosen not in kept:
+        kept[-1] = chosen
+    return Candidates([_candidate(replica, avoid) for replica in kept], len(replicas) - len(kept))
+
+
+def _candidate(replica: Replica, avoid: str | None) -> Candidate:
+    running, lanes = replica.running, replica.limits.concurrency
+    if not replica.takes_work:
+        return Candidate(replica.name, 0, running, None, WhyNot.NOT_READY)
+    if replica.name == avoid:
+        return Candidate(replica.name, replica.free, running, None, WhyNot.AVOIDED)
+    if not replica.free:
+        return Candidate(replica.name, 0, running, None, WhyNot.FULL)
+    return Candidate(replica.name, replica.free, running, running / lanes)
+
+
+class DoorFigures(NamedTuple):
+    """The scheduling domain as the request met it. lanes: of ready replicas; waiting: admitted requests ahead of it."""
+
+    lanes: int
+    free: int
+    waiting: int
+    predicted_wait_ms: Millis
+
+
+@dataclass(slots=True)
+class _Timeline:
+    """told_at_ms and told_ns: both clocks when it began. attempt: the last dispatched. times: how often its id was rejected.
+
+    events: time, name, and what the figures are read from when they are asked for.
+    """
+
+    asked: Acquire
+    execution: int
+    arrived_ns: Nanos
+    told_ns: Nanos
+    told_at_ms: Millis
+    status: str
+    events: list[_Event]
+    dropped: int = 0
+    delivery_steps: int = 0
+    attempt: int = 0
+    is_ended: bool = False
+    times: int = 1
+
+    @property
+    def arrived_at_ms(self) -> Millis:
+        """Wall-clock time of its arrival."""
+        return self.told_at_ms - ms_from_ns(self.told_ns - self.arrived_ns)
+
+    def add(self, at_ns: Nanos, event: str, source: Any) -> None:
+        """One more event, and the oldest is forgotten beyond the bound."""
+        if len(self.events) >= EVENTS_MAX:
+            del self.events[0]
+            self.dropped += 1
+        self.events.append((at_ns, event, source))
+
+
+class Timelines:
+    """requests_max ≥ 1: executions and rejected requests that are kept. All methods are for the event loop."""
+
+    def __init__(self, clock: Clock, requests_max: int) -> None:
+        self._clock = clock
+        self._requests_max = requests_max
+        self._kept: OrderedDict[_Key, _Timeline] = OrderedDict()
+        self._began_at_ms = clock.wall_ms()
+        self._has_forgotten = False
+
+    # ── asked ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def since_ms(self) -> Millis:
+        """Wall-clock time since which every request that the coordinator decided on is kept."""
+        return next(iter(self._kept.values())).arrived_at_ms if self._has_forgotten else self._began_at_ms
+
+    def of(self, request_id: str, tenant: str | None = None) -> list[dict[str, Any]]:
+        """What is kept of a request id, of one tenant or of all, latest first: linear in the ring."""
+        found = [self._kept[key] for key in reversed(self._kept) if key[1] == request_id and tenant in (None, key[0])]
+        return [_shown(timeline) for timeline in found]
+
+    # ── told at the door ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def admitted(self, execution: Execution, taken: Taken, door: DoorFigures) -> None:
+        """Everything was taken for a new execution."""
+        now_ns = execution.admitted_ns
+        began = (now_ns, "admitted", (execution.admit, taken, door))
+        self._keep(
+            execution.key,
+            _Timeline(
+                execution.acquire,
+                execution.id.execution,
+                execution.arrived_ns,
+                now_ns,
+                self._clock.wall_ms(),
+                "queued",
+                [began],
+            ),
+        )
+
+    def rejected(self, asked: Acquire, refusal: errors.WeirError, predicted_wait_ms: Millis | None) -> None:
+        """Nothing was taken. A rejected request id that is rejected again is kept once, as it was the last time."""
+        now_ns, key = self._clock.monotonic_ns(), (asked.tenant, asked.request_id)
+        figures = {
+            "code": refusal.code,
+            "detail": refusal.detail,
+            "figures": refusal.members,
+            "retry_after_ms": refusal.retry_after_ms,
+            "predicted_wait_ms": predicted_wait_ms,
+        }
+        arrived_ns, wall_ms = now_ns - asked.waited_ns, self._clock.wall_ms()
+        timeline = _Timeline(asked, _REJECTED, arrived_ns, now_ns, wall_ms, "rejected", [(now_ns, "rejected", figures)])
+        if before := self._kept.pop((*key, _REJECTED), None):
+            timeline.times += before.times
+        self._keep(key, timeline)
+
+    def _keep(self, key: tuple[str, str], timeline: _Timeline) -> None:
+        self._kept[*key, timeline.execution] = timeline
+        if len(self._kept) > self._requests_max:
+            self._kept.popitem(last=False)
+            self._has_forgotten = True
+
+    # ── told of an execution ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def hold_is_durable(self, execution: Execution) -> None:
+        """The hold's record is in the store."""
+        self._add(execution, "hold_durable", None)
+
+    def queued(self, execution: Execution, position: int | None, ahead: int) -> None:
+        """It has to wait. position: its place in its flow, 0 first, if known; ahead: how many others of the domain wait."""
+        self._add(execution, "queued", {"position": position, "ahead": ahead})
+
+    def considered(self, execution: Execution, candidates: Candidates) -> None:
+        """It might have gone, and no candidate took it; said again before anything else happened, the last one is kept."""
+        timeline = self._timeline(execution)
+        if timeline is None:
+            return
+        times = 1
+        if timeline.events and timeline.events[-1][1] == "considered":
+            times += timeline.events.pop()[2]["times"]
+        timeline.add(self._clock.monotonic_ns(), "considered", {"times": times, **_kept_of(candidates)})
+
+    def dispatched(self, execution: Execution, replica: Replica, candidates: Candidates = NO_CANDIDATES) -> None:
+        """Its last placement's attempt was dispatched; said twice, the first counts. candidates: before the lane was taken."""
+        timeline, placement = self._timeline(execution), execution.placement
+        if timeline is None or placement is None or placement.attempt <= timeline.attempt:
+            return
+        timeline.attempt, timeline.status = placement.attempt, "running"
+        figures = {"attempt": placement.attempt, "replica": replica.name, "lane": placement.lane, **_kept_of(candidates)}
+        timeline.add(placement.lane_taken_ns, "dispatched", figures)
+
+    def first_output(self, execution: Execution) -> None:
+        """The first output was handed to its client."""
+        self._add(execution, "first_output", None)
+
+    def stepped(self, execution: Execution) -> None:
+        """One more step of delivery was asked for, beyond the dispatch's own."""
+        if (timeline := self._timeline(execution)) is not None:
+            timeline.delivery_steps += 1
+
+    def finished(self, execution: Execution, finish: Finish) -> None:
+        """The gateway's account of an attempt's end, before what follows from it is decided."""
+        self._add(execution, "finished", finish)
+
+    def lost(self, execution: Execution, finish: Finish) -> None:
+        """The attempt failed and is retried on another replica; what it used is the platform's."""
+        if (timeline := self._timeline(execution)) is not None:
+            timeline.status = "queued"
+            timeline.add(self._clock.monotonic_ns(), "lost", {"attempt": finish.attempt, "reason": finish.reason})
+
+    def stop_asked(self, execution: Execution, reason: FinishReason) -> None:
+        """The coordinator asked the gateway to end it."""
+        self._add(execution, "stop_asked", {"reason": reason})
+
+    def stopped(self, execution: Execution, stopped: Stopped) -> None:
+        """The engine runs nothing for an attempt any more, or did not confirm that."""
+        self._add(execution, "stopped", stopped)
+
+    def ended(self, execution: Execution, record: EndRecord) -> None:
+        """Its end is decided; said twice, the first counts."""
+        timeline = self._timeline(execution)
+        if timeline is not None and not timeline.is_ended:
+            timeline.is_ended, timeline.status = True, record.status
+            timeline.add(execution.decided_ns, "ended", record)
+
+    def end_is_durable(self, execution: Execution, record: GenerationRecord) -> None:
+        """Its settlement or release is in the store, as this record says."""
+        if (timeline := self._timeline(execution)) is not None:
+            timeline.status = record.status
+            timeline.add(self._clock.monotonic_ns(), "end_durable", record)
+
+    def given_up(self, execution: Execution) -> None:
+        """Its settlement is late and its answer was not streamed, so that the output was dropped."""
+        self._add(execution, "given_up", {"reason": FinishReason.LEDGER_UNAVAILABLE})
+
+    def _timeline(self, execution: Execution) -> _Timeline | None:
+        named = execution.id
+        return self._kept.get((named.tenant, named.request_id, named.execution))
+
+    def _add(self, execution: Execution, event: str, source: Any) -> None:
+        if (timeline := self._timeline(execution)) is not None:
+            timeline.add(self._clock.monotonic_ns(), event, source)
+
+
+class WatchedSessions(Sessions):
+    """Sessions whose messages about an execution's start and end are also told to its timeline."""
+
+    def __init__(self, timelines: Timelines) -> None:
+        super().__init__()
+        self.timelines = timelines
+
+    def deliver(self, execution: Execution, message: Down) -> None:
+        """Remember it, and tell the gateway that carries the execution."""
+        if type(message) in _WATCHED:
+            self._tell(execution, message)
+        super().deliver(execution, message)
+
+    def _tell(self, execution: Execution, message: Down) -> None:
+        match message:
+            case Granted() if execution.placement is not None:
+                self.timelines.dispatched(execution, execution.placement.replica)
+            case Ended() if execution.end_record is not None:
+                self.timelines.ended(execution, execution.end_record)
+            case EndBooked(record=record):
+                self.timelines.end_is_durable(execution, record)
+            case EndUnbooked():
+                self.timelines.given_up(execution)
+
+
+_WATCHED = frozenset({Granted, Ended, EndBooked, EndUnbooked})
+
+
+def _kept_of(candidates: Candidates) -> dict[str, Any]:
+    kept: dict[str, Any] = {"candidates": candidates.kept} if candidates.kept else {}
+    return kept | {"more_candidates": candidates.more} if candidates.more else kept
+
+
+# ── rendering ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _shown(timeline: _Timeline) -> dict[str, Any]:
+    """A timeline in plain values; times in milliseconds since the arrival, with one decimal."""
+    asked = timeline.asked
+    return {
+        "tenant": asked.tenant,
+        "request_id": asked.request_id,
+        "execution": timeline.execution or None,
+        "status": timeline.status,
+        "arrived_at_ms": timeline.arrived_at_ms,
+        "rejections": None if timeline.execution else timeline.times,
+        "delivery_steps": timeline.delivery_steps,
+        "dropped_events": timeline.dropped,
+        "events": [*_events_of(timeline)],
+    }
+
+
+def _events_of(timeline: _Timeline) -> Iterator[dict[str, Any]]:
+    yield {"event": "received", "at_ms": 0.0} | _received(timeline.asked)
+    for at_ns, event, source in timeline.events:
+        at_ms = round((at_ns - timeline.arrived_ns) / NANOS_PER_MILLI, 1)
+        yield {"event": event, "at_ms": at_ms} | _plain(_figures(source))
+
+
+def _figures(source: Any) -> dict[str, Any]:
+    """What an event shows of what it was told with."""
+    match source:
+        case None:
+            return {}
+        case Finish(usage=None):
+            return _fields(source, "attempt", "reason")
+        case Finish(usage=usage):
+            used = _fields(usage, *_TOKENS)
+            return _fields(source, "attempt", "reason") | used | _fields(source, "delivered_tokens", "ttft_ms", "tpot_ms")
+        case Stopped():
+            return _fields(source, "attempt", "stop_ms", "confirmed")
+        case SettleRecord(platform_microusd=platform):
+            settled = _fields(source, "status", "finish_reason", *_TOKENS, "delivered_tokens", "cost_microusd")
+            return settled | {"platform_cost_microusd": platform}
+        case ReleaseRecord():
+            return _fields(source, "status", "finish_reason")
+        case GenerationRecord():
+            return _fields(source, "status", "finish_reason", "cost_microusd")
+        case (Admit() as admit, Taken() as taken, door):
+            return _admission(admit, taken) | {"door": door}
+        case _:
+            return dict(source)
+
+
+_TOKENS = ("input_tokens", "cached_input_tokens", "output_tokens", "basis")
+
+
+def _fields(source: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
+
+
+def _admission(admit: Admit, taken: Taken) -> dict[str, Any]:
+    worst = admit.worst
+    return {
+        "held_microusd": worst.cost_microusd,
+        "held_tokens": worst.tokens,
+        "worst_input_tokens": worst.input_tokens,
+        "worst_output_tokens": worst.output_tokens,
+        "windows": taken.windows,
+        "scopes": admit.scopes,
+        "takes": taken.takes,
+    }
+
+
+def _received(asked: Acquire) -> dict[str, Any]:
+    caller = _fields(asked, "application", "key", "alias", "revision", "surface", "service_class", "workload_class", "stream")
+    size = _fields(asked, "input_tokens", "input_basis", "max_output_tokens", "choices")
+    return caller | size | {"deadline_ms": asked.deadline_left_ms + ms_from_ns(asked.waited_ns)}
+
+
+def _plain(value: Any) -> Any:
+    """A figure in values that JSON has; what is None within it is left out."""
+    match value:
+        case Scope():
+            return value.public()
+        case BucketTake():
+            place = {"application": value.application, "key": value.key, "alias": value.alias}
+            return _plain({"limit": value.limit, "units": value.units, **place})
+        case Candidate() | DoorFigures():
+            return _plain(value._asdict())
+        case dict():
+            return {name: _plain(part) for name, part in value.items() if part is not None}
+        case list() | tuple():
+            return [_plain(part) for part in value]
+        case _:
+            return value

@@ -1,0 +1,174 @@
+"""Fair order between tenants: a prepaid weighted virtual token counter, with deadlines inside a bounded slack.
+
+Source: the Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI '24), changed in three
+ways. A request is charged at dispatch for what it is expected to cost, because many replicas produce output at once and a
+counter that follows the output lets one flow start on all of them; the difference is charged or given back when it is known.
+Among the flows whose counter is within a slack of the smallest, the one whose head must start first goes. And flows have
+weights.
+
+Invariants, for flows that stay backlogged and whose heads fit (property-tested).
+  1. Their counters differ by at most U + slack + E, where U is the dearest single request ÷ weight and E the corrections that
+     arrived for requests in flight, in either direction. The service that two of them got over any time then differs by at
+     most twice that, and by once that from a moment at which they were equal.
+  2. No credit is saved up: a flow that becomes backlogged is lifted to the smallest counter among the backlogged, or to that
+     of the flow which was the last to leave. What is given back for a dispatch before such a lift is dropped.
+
+A flow that only runs is not backlogged: the longest of its requests would otherwise hold its counter down, and lend its next
+requests, and every newcomer, a lead over all who wait.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from weir.core.scheduling.lazy_heap import LazyHeap
+from weir.core.scheduling.orders import Cost, Head, Ticket
+from weir.units import Nanos, Tokens
+
+_SCALE = 1 << 16
+"""Counter units of one unit of cost at weight 1: division by a weight loses next to nothing."""
+_QUIET_MAX = 1_024
+"""Flows that are not backlogged and may be remembered without a sweep."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCosts:
+    """What one token of each kind costs, as small integers: their ratio is that of a replica's measured times."""
+
+    input: Cost = 10
+    cached_input: Cost = 1
+    output: Cost = 40
+
+    def cost(self, input_tokens: Tokens, cached_input_tokens: Tokens, output_tokens: Tokens) -> Cost:
+        """A request's cost, at least 1. cached_input_tokens: the part of input_tokens that is not computed again."""
+        uncached = input_tokens - cached_input_tokens
+        return max(1, uncached * self.input + cached_input_tokens * self.cached_input + output_tokens * self.output)
+
+
+@dataclass(slots=True)
+class _Flow:
+    counter: int = 0
+    weight: int = 1  # as it was when the flow became backlogged, or was charged last
+    lift: int = 0
+    head: Head | None = None
+    running: int = 0
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing of it waits or runs."""
+        return self.head is None and not self.running
+
+
+class FairOrder:
+    """weight_of: a tenant's weight, an integer ≥ 1; slack: Δ in cost ÷ weight, the one knob between fairness and deadlines."""
+
+    def __init__(self, weight_of: Callable[[str], int] = lambda tenant: 1, slack: Cost = 0) -> None:
+        self._weight_of = weight_of
+        self._slack = slack * _SCALE
+        self._flows: dict[str, _Flow] = {}
+        self._counters: LazyHeap[int, str] = LazyHeap()  # of every backlogged flow
+        self._near: LazyHeap[tuple[Nanos, int], str] = LazyHeap()  # those within the slack, by their heads
+        self._far: LazyHeap[int, str] = LazyHeap()  # the others, by counter
+        self._last_left = 0
+        self._weights = 0
+
+    def joined(self, tenant: str, head: Head) -> None:
+        """The flow is backlogged from now on: lifted, so that it lends itself nothing from the time it was not."""
+        flow = self._flows.setdefault(tenant, _Flow())
+        smallest = self._counters.first()
+        floor = smallest[0] if smallest else self._last_left
+        if flow.counter < floor:
+            flow.counter = floor
+            flow.lift += 1
+        flow.head = head
+        flow.weight = self._weight_of(tenant)
+        self._weights += flow.weight
+        self._counters.put(tenant, flow.counter)
+        self._far.put(tenant, flow.counter)
+
+    def changed(self, tenant: str, head: Head) -> None:
+        """Its head left, or a more urgent one came."""
+        flow = self._flows[tenant]
+        flow.head = head
+        if tenant in self._near:
+            self._near.put(tenant, (head.start_by_ns, head.number))
+
+    def left(self, tenant: str) -> None:
+        """It is backlogged no more; its counter is kept while it lies ahead."""
+        flow = self._flows[tenant]
+        flow.head = None
+        for heap in (self._counters, self._near, self._far):
+            heap.discard(tenant)
+        if not self._counters:
+            self._last_left = flow.counter
+        self._weights -= flow.weight
+        if len(self._flows) > 2 * len(self._counters) + _QUIET_MAX:
+            self._forget_quiet()
+
+    def first(self) -> str | None:
+        """Of the flows within the slack of the smallest counter, the one whose head must start first."""
+        smallest = self._counters.first()
+        if smallest is None:
+            return None
+        limit = smallest[0] + self._slack
+        while (entry := self._far.first()) is not None and entry[0] <= limit:
+            self._far.discard(entry[1])
+            head = self._flows[entry[1]].head
+            assert head is not None
+            self._near.put(entry[1], (head.start_by_ns, head.number))
+        while (urgent := self._near.first()) is not None:
+            tenant = urgent[1]
+            counter = self._flows[tenant].counter
+            if counter <= limit:
+                return tenant
+            self._near.discard(tenant)
+            self._far.put(tenant, counter)
+        raise AssertionError("the flow of the smallest counter is within the slack")
+
+    def charge(self, tenant: str, cost: Cost) -> Ticket:
+        """Prepay a dispatch."""
+        flow = self._flows[tenant]
+        flow.running += 1
+        weight = self._weight_of(tenant)
+        self._weights += weight - flow.weight
+        flow.weight = weight
+        self._move(tenant, flow, cost * _SCALE // flow.weight)
+        return Ticket(tenant, cost, flow.weight, flow.lift)
+
+    def correct(self, ticket: Ticket, cost: Cost) -> Ticket:
+        """Charge what it cost beyond the expected, or give the rest back to the activation that paid."""
+        flow = self._flows[ticket.tenant]
+        more = cost * _SCALE // ticket.weight - ticket.cost * _SCALE // ticket.weight
+        if more > 0 or (more and flow.lift == ticket.lift):
+            self._move(ticket.tenant, flow, more)
+        return Ticket(ticket.tenant, cost, ticket.weight, ticket.lift)
+
+    def close(self, ticket: Ticket, cost: Cost) -> None:
+        """It ended, and cost this."""
+        self.correct(ticket, cost)
+        self._flows[ticket.tenant].running -= 1
+
+    def work_before(self, tenant: str, own: Cost, others: Cost) -> Cost:
+        """What the other backlogged flows may get, by their weights, until this one has had its own waiting work."""
+        smallest = self._counters.first()
+        if smallest is None:
+            return 0
+        flow = self._flows.get(tenant)
+        if flow is None:
+            return 0
+        lead = max(0, flow.counter - smallest[0])
+        weights = self._weights - (flow.weight if flow.head else 0)
+        return min(others, weights * (lead // _SCALE + own // flow.weight))
+
+    def _move(self, tenant: str, flow: _Flow, amount: int) -> None:
+        flow.counter += amount
+        if flow.head is not None:
+            self._counters.put(tenant, flow.counter)
+            if tenant in self._far:  # one that is near is looked at before it is chosen
+                self._far.put(tenant, flow.counter)
+
+    def _forget_quiet(self) -> None:
+        """Drop flows that a lift would set where a new one starts."""
+        smallest = self._counters.first()
+        floor = smallest[0] if smallest else self._last_left
+        for tenant in [name for name, flow in self._flows.items() if flow.is_quiet and flow.counter <= floor]:
+            del self._flows[tenant]

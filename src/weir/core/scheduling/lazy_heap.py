@@ -1,0 +1,53 @@
+"""A heap whose keys change priority: the smallest in O(log n), with stale entries dropped when they surface.
+
+Source: the lazy deletion of Python's `heapq` documentation. It is rebuilt when most of it is stale, so its size stays within a
+constant factor of what it holds.
+"""
+
+import heapq
+from collections.abc import Hashable
+from typing import Any, Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+P = TypeVar("P", bound=Any)
+
+_STALE_MAX = 64
+"""Stale entries that are not worth a rebuild."""
+
+
+class LazyHeap(Generic[P, K]):
+    """Keys by priority, smallest first; equal priorities by key."""
+
+    __slots__ = ("_entries", "_priorities")
+
+    def __init__(self) -> None:
+        self._priorities: dict[K, P] = {}
+        self._entries: list[tuple[P, K]] = []
+
+    def __len__(self) -> int:
+        return len(self._priorities)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._priorities
+
+    def put(self, key: K, priority: P) -> None:
+        """Add a key, or change its priority."""
+        self._priorities[key] = priority
+        heapq.heappush(self._entries, (priority, key))
+        if len(self._entries) > 2 * len(self._priorities) + _STALE_MAX:
+            self._entries = [(priority, key) for key, priority in self._priorities.items()]
+            heapq.heapify(self._entries)
+
+    def discard(self, key: K) -> None:
+        """Remove a key if it is there."""
+        self._priorities.pop(key, None)
+
+    def first(self) -> tuple[P, K] | None:
+        """The smallest priority and its key; None when empty."""
+        entries, priorities = self._entries, self._priorities
+        while entries:
+            priority, key = entries[0]
+            if priorities.get(key) == priority:
+                return entries[0]
+            heapq.heappop(entries)
+        return None

@@ -1,0 +1,105 @@
+"""What the order between the flows of one scheduling domain is, and the plainest one.
+
+A flow is one tenant's waiting requests; its head goes first within it. An order says whose head is next. It sees costs and
+deadlines, never what a cache holds: no tenant's turn depends on another's prompts.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from weir.core.scheduling.lazy_heap import LazyHeap
+from weir.units import Nanos
+
+Cost: TypeAlias = int
+"""What a request takes of a domain: its tokens, weighted by kind (`fairness.py::TokenCosts`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A flow's first entry. number: rises with arrival. start_by_ns: when it must have started."""
+
+    number: int
+    start_by_ns: Nanos
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What was charged for one dispatch. weight: of the flow then; lift: how often it had been lifted."""
+
+    tenant: str
+    cost: Cost
+    weight: int
+    lift: int
+
+
+class Order(Protocol):
+    """Whose turn it is between backlogged flows."""
+
+    def joined(self, tenant: str, head: Head) -> None:
+        """The flow became backlogged."""
+        ...
+
+    def changed(self, tenant: str, head: Head) -> None:
+        """A backlogged flow has another head."""
+        ...
+
+    def left(self, tenant: str) -> None:
+        """The flow has no entry any more."""
+        ...
+
+    def first(self) -> str | None:
+        """The flow whose head goes next; None when nothing waits."""
+        ...
+
+    def charge(self, tenant: str, cost: Cost) -> Ticket:
+        """The head of this backlogged flow is dispatched, at what it is expected to cost."""
+        ...
+
+    def correct(self, ticket: Ticket, cost: Cost) -> Ticket:
+        """What was dispatched costs this so far; returns the ticket that holds now."""
+        ...
+
+    def close(self, ticket: Ticket, cost: Cost) -> None:
+        """It ended, and cost this. Each ticket is closed once."""
+        ...
+
+    def work_before(self, tenant: str, own: Cost, others: Cost) -> Cost:
+        """Of the others' waiting work, about what goes before one more request of a tenant that has `own` waiting."""
+        ...
+
+
+class ArrivalOrder:
+    """First come, first served over all tenants: what a plain queue does, and the baseline of every comparison."""
+
+    def __init__(self) -> None:
+        self._heads: LazyHeap[int, str] = LazyHeap()
+
+    def joined(self, tenant: str, head: Head) -> None:
+        """By arrival."""
+        self._heads.put(tenant, head.number)
+
+    changed = joined
+
+    def left(self, tenant: str) -> None:
+        """It waits no more."""
+        self._heads.discard(tenant)
+
+    def first(self) -> str | None:
+        """The flow of the oldest head."""
+        entry = self._heads.first()
+        return entry[1] if entry else None
+
+    def charge(self, tenant: str, cost: Cost) -> Ticket:
+        """Nothing is counted."""
+        return Ticket(tenant, cost, 1, 0)
+
+    def correct(self, ticket: Ticket, cost: Cost) -> Ticket:
+        """Nothing is counted."""
+        return ticket
+
+    def close(self, ticket: Ticket, cost: Cost) -> None:
+        """Nothing is counted."""
+
+    def work_before(self, tenant: str, own: Cost, others: Cost) -> Cost:
+        """Everything that waits goes before a newcomer."""
+        return others

@@ -1,0 +1,108 @@
+"""One generation of the simulated engine: what its sink was told, what waits while it is paused, and how it ended.
+
+The batch decides when a token exists; this says it to the sink, in order and once, and never after the end or a cancel.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from weir.engines.simulated_text import Script
+from weir.errors import EngineRejected, ReplicaLost
+from weir.ports import Delta, EngineEnd, EngineSink, EngineUsage
+from weir.units import Millis, Tokens
+
+
+class SimulatedRun:
+    """An EngineRun. on_cancel: takes it out of its batch, None while it is in none."""
+
+    def __init__(self, sink: EngineSink, reply: Script, input_tokens: Tokens, stop_ms: Millis) -> None:
+        self.reply = reply
+        self.input_tokens = input_tokens
+        self._cached_tokens: Tokens | None = None
+        self.on_cancel: Callable[[], None] | None = None
+        self._sink = sink
+        self._stop_ms = stop_ms
+        self._paused = False
+        self._silent = False  # the sink was told the end, or is not to be told
+        self._emitted: Tokens = 0
+        self._pending: list[Delta] = []
+        self._pending_end: EngineEnd | None = None
+        self._out = asyncio.Event()
+        self._lost = False
+
+    def pause(self) -> None:
+        """The engine goes on; its output waits here, at most the reply's length."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """What waited arrives in one piece, on the loop."""
+        if self._paused:
+            self._paused = False
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def cancel(self) -> None:
+        """Leaves the batch at the next step."""
+        self._silent = True
+        if self.on_cancel is not None:
+            self.on_cancel()
+
+    async def stopped(self) -> None:
+        """Returns once the batch holds it no more. Raises ReplicaLost when the replica is lost or silent for too long."""
+        try:
+            async with asyncio.timeout(self._stop_ms / 1_000):
+                await self._out.wait()
+        except TimeoutError:
+            raise ReplicaLost("The replica did not confirm the stop") from None
+        if self._lost:
+            raise ReplicaLost("The replica was lost before it confirmed the stop")
+
+    def begin(self, cached_tokens: Tokens) -> None:
+        """The batch computes it from now on; cached_tokens: found in the prefix cache. Starting over changes no usage."""
+        if self._cached_tokens is None:
+            self._cached_tokens = cached_tokens
+
+    def emit(self, tokens: Tokens) -> None:
+        """One more token exists; tokens: the cumulative count."""
+        self._emitted = tokens
+        if self._silent:
+            return
+        delta = Delta(self.reply.piece(tokens - 1), tokens)
+        if self._paused or self._pending:
+            self._pending.append(delta)
+        else:
+            self._sink.on_deltas((delta,))
+
+    def complete(self) -> None:
+        """The reply ended by itself."""
+        self.leave()
+        usage = EngineUsage(self.input_tokens, self._cached_tokens or 0, self._emitted)
+        self.end(EngineEnd(self.reply.reason, usage, output_tokens_seen=self._emitted))
+
+    def fail(self, fault: EngineRejected | ReplicaLost) -> None:
+        """The run is over with a fault."""
+        self.end(EngineEnd(None, None, fault, self._emitted or None))
+
+    def leave(self, *, lost: bool = False) -> None:
+        """The batch holds it no more. lost: nobody can confirm that, the replica is gone."""
+        self._lost = lost
+        self._out.set()
+
+    def end(self, end: EngineEnd) -> None:
+        """Tell the sink, after everything that waits."""
+        if self._silent:
+            return
+        if self._paused or self._pending:
+            self._pending_end = end
+        else:
+            self._silent = True
+            self._sink.on_end(end)
+
+    def _flush(self) -> None:
+        if self._paused or self._silent:
+            return
+        pending, self._pending = self._pending, []
+        if pending:
+            self._sink.on_deltas(pending)
+        end, self._pending_end = self._pending_end, None
+        if end is not None:
+            self.end(end)

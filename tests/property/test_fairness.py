@@ -1,0 +1,244 @@
+"""The fair order: counters stay close, weights are honoured, no credit is saved up, urgent heads go first inside the slack."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from weir.core.scheduling.fairness import FairOrder, TokenCosts
+from weir.core.scheduling.orders import Head, Ticket
+from weir.core.scheduling.queues import DomainQueue, Entry, QueueBounds
+
+DEAREST = 100
+WEIGHTS = {"a": 1, "b": 2, "c": 5}
+WIDE = QueueBounds(100_000, 100_000, 100_000_000, 1)
+FAR_NS = 10**15
+
+
+def entry(tenant: str, key: int, cost: int, start_by_ns: int = FAR_NS) -> Entry[int]:
+    """One that waits."""
+    return Entry(tenant, key, 1, cost, start_by_ns)
+
+
+@dataclass
+class Backlogged:
+    """Flows that never run dry on a few lanes: what each was charged, and what its corrections were."""
+
+    slack: int
+    queue: DomainQueue[int] = field(init=False)
+    charged: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    corrected: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    running: list[tuple[Ticket, int]] = field(default_factory=list)
+    keys: int = 0
+
+    def __post_init__(self) -> None:
+        self.queue = DomainQueue(WIDE, FairOrder(WEIGHTS.__getitem__, self.slack))
+
+    def arrive(self, tenant: str, expected: int, start_by_ns: int) -> None:
+        """One more request."""
+        self.keys += 1
+        self.queue.push(entry(tenant, self.keys, expected, start_by_ns))
+
+    def dispatch(self, actual: int) -> str:
+        """The next one starts; it will turn out to cost `actual`."""
+        waiting = next(self.queue.candidates())
+        ticket = self.queue.serve(waiting)
+        assert ticket is not None
+        self.charged[waiting.tenant] += ticket.cost / ticket.weight
+        self.running.append((ticket, actual))
+        return waiting.tenant
+
+    def end(self, number: int) -> None:
+        """One of those that run ends."""
+        ticket, actual = self.running.pop(number)
+        self.queue.close(ticket, actual)
+        change = (actual - ticket.cost) / ticket.weight
+        self.charged[ticket.tenant] += change
+        self.corrected[ticket.tenant] += abs(change)
+
+
+costs = st.integers(1, DEAREST)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    slack=st.sampled_from([0, 50, 400]),
+    play=st.lists(st.tuples(costs, costs, st.integers(0, 10**6), st.integers(0, 7)), min_size=30, max_size=200),
+)
+def test_backlogged_flows_stay_within_the_bound(slack: int, play: list[tuple[int, int, int, int]]) -> None:
+    """Protects fairness: between any two moments, two backlogged flows' service differs by at most 2(U + Δ + E)."""
+    world = Backlogged(slack)
+    for tenant in WEIGHTS:
+        for expected, _, latest, _ in play:
+            world.arrive(tenant, expected, latest)
+    gaps: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0])
+    for _, actual, _, lane in play:
+        world.dispatch(actual)
+        if len(world.running) > lane:
+            world.end(lane)
+        for one in WEIGHTS:
+            for other in WEIGHTS:
+                gaps[one, other].append(world.charged[one] - world.charged[other])
+    for (one, other), seen in gaps.items():
+        corrections = world.corrected[one] + world.corrected[other]
+        bound = DEAREST + slack + corrections + 1
+        assert max(map(abs, seen)) <= bound, (one, other)  # from a moment at which they were equal
+        assert max(seen) - min(seen) <= 2 * bound
+
+
+def test_weights_are_delivered() -> None:
+    """Protects proportions: at weights 1 to 4, service over many requests lies within one percent of them."""
+    weights = {"a": 1, "b": 2, "c": 3, "d": 4}
+    queue: DomainQueue[int] = DomainQueue(WIDE, FairOrder(weights.__getitem__))
+    for key in range(40_000):
+        queue.push(entry("abcd"[key % 4], key, 7 + key % 13))
+    served: dict[str, int] = defaultdict(int)
+    for _ in range(20_000):
+        ticket = queue.serve(next(queue.candidates()))
+        assert ticket is not None
+        served[ticket.tenant] += ticket.cost
+    whole = sum(served.values())
+    for tenant, weight in weights.items():
+        assert abs(served[tenant] / whole - weight / 10) < 0.01 * weight / 10
+
+
+def test_no_credit_is_saved_up() -> None:
+    """Protects those who wait: a flow that was away for a hundred services gets its share from now on, and nothing back."""
+    queue: DomainQueue[int] = DomainQueue(WIDE, FairOrder())
+    for key in range(300):
+        queue.push(entry("busy", key, 10))
+    for _ in range(100):
+        queue.serve(next(queue.candidates()))
+    for key in range(1_000, 1_100):
+        queue.push(entry("late", key, 10))
+    turns = [waiting.tenant for _ in range(20) for waiting in [next(queue.candidates())] if queue.serve(waiting)]
+    assert abs(turns.count("late") - turns.count("busy")) <= 1
+
+
+def test_what_is_given_back_after_a_lift_is_dropped() -> None:
+    """Protects those who wait from an over-estimate: dispatch dear, leave, come back, and the refund buys nothing."""
+    order = FairOrder()
+    order.joined("greedy", Head(1, 0))
+    ticket = order.charge("greedy", 1_000)
+    order.left("greedy")
+    order.joined("busy", Head(2, 0))
+    for _ in range(50):
+        order.close(order.charge("busy", 100), 100)
+    order.joined("greedy", Head(3, 0))  # lifted to where `busy` is
+    order.close(ticket, 1)
+    order.charge("greedy", 10)
+    assert order.first() == "busy"
+
+
+def test_a_refund_within_one_activation_counts() -> None:
+    """Protects whoever asks for less than expected: what was prepaid too much is theirs while they wait on."""
+    order = FairOrder()
+    for number, tenant in enumerate(("a", "b")):
+        order.joined(tenant, Head(number, 0))
+    ticket = order.charge("a", 100)
+    order.close(order.charge("b", 50), 50)
+    assert order.first() == "b"
+    order.close(ticket, 10)
+    assert order.first() == "a"
+
+
+def test_what_an_answer_costs_beyond_the_expected_is_charged() -> None:
+    """Protects the others from long answers, also while they run."""
+    order = FairOrder()
+    for number, tenant in enumerate(("a", "b")):
+        order.joined(tenant, Head(number, 0))
+    ticket = order.charge("a", 10)
+    order.charge("b", 50)
+    assert order.first() == "a"
+    ticket = order.correct(ticket, 80)
+    assert order.first() == "b"
+    order.close(ticket, 80)
+    assert order.first() == "b"
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10**6)), min_size=2, max_size=12, unique_by=lambda pair: pair[1]))
+def test_the_most_urgent_within_the_slack_goes_first(flows: list[tuple[int, int]]) -> None:
+    """Protects deadlines, and their limit: least time left among counters within the slack, never one beyond it."""
+    order = FairOrder(slack=20)
+    for number, (_, latest) in enumerate(flows):
+        order.joined(str(number), Head(number, latest))
+    for number, (lead, _) in enumerate(flows):
+        if lead:
+            order.charge(str(number), lead)
+    smallest = min(lead for lead, _ in flows)
+    urgent = min((latest, str(number)) for number, (lead, latest) in enumerate(flows) if lead <= smallest + 20)
+    assert order.first() == urgent[1]
+
+
+class ChurnMachine(RuleBasedStateMachine):
+    """Flows come, go, run and end at random: the order always names a flow that waits, within the slack of the smallest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = FairOrder(WEIGHTS.__getitem__, slack=30)
+        self.waiting: dict[str, Head] = {}
+        self.tickets: list[Ticket] = []
+        self.number = 0
+
+    def head(self, latest: int) -> Head:
+        """A new head."""
+        self.number += 1
+        return Head(self.number, latest)
+
+    @rule(tenant=st.sampled_from(sorted(WEIGHTS)), latest=st.integers(0, 100))
+    def arrive(self, tenant: str, latest: int) -> None:
+        """A flow joins, or gets a more urgent head."""
+        head = self.head(latest)
+        if tenant in self.waiting:
+            self.order.changed(tenant, head)
+        else:
+            self.order.joined(tenant, head)
+        self.waiting[tenant] = head
+
+    @precondition(lambda self: self.waiting)
+    @rule(cost=costs, stays=st.booleans())
+    def dispatch(self, cost: int, stays: bool) -> None:
+        """The first one is dispatched, and leaves or stays."""
+        tenant = self.order.first()
+        assert tenant is not None
+        self.tickets.append(self.order.charge(tenant, cost))
+        if not stays:
+            self.order.left(tenant)
+            del self.waiting[tenant]
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data(), cost=costs)
+    def end(self, data: st.DataObject, cost: int) -> None:
+        """Something ends."""
+        ticket = data.draw(st.sampled_from(self.tickets))
+        self.tickets.remove(ticket)
+        self.order.close(self.order.correct(ticket, ticket.cost), cost)
+
+    @invariant()
+    def the_first_waits(self) -> None:
+        """Nobody is named who does not wait, and somebody is if anybody does."""
+        assert (self.order.first() in self.waiting) if self.waiting else self.order.first() is None
+
+
+ChurnMachine.TestCase.settings = settings(max_examples=60, deadline=None)
+TestChurnMachine = ChurnMachine.TestCase
+
+
+def test_quiet_flows_are_forgotten() -> None:
+    """Protects memory: a hundred thousand tenants that came once leave no trace once others moved on."""
+    order = FairOrder()
+    for number in range(100_000):
+        order.joined(str(number), Head(number, 0))
+        order.close(order.charge(str(number), 1), 1)
+        order.left(str(number))
+    assert len(vars(order)["_flows"]) < 5_000
+
+
+def test_costs_weigh_kinds_of_tokens() -> None:
+    """Protects the ratio of the kinds: cached input is cheapest, output dearest, and nothing is free."""
+    costs_of = TokenCosts(input=10, cached_input=1, output=40)
+    assert costs_of.cost(100, 0, 10) == 1_400
+    assert costs_of.cost(100, 90, 10) == 590
+    assert costs_of.cost(0, 0, 0) == 1
