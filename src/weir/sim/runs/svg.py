@@ -52,9 +52,13 @@ def _axes(unit: str, top: float, span_s: float) -> list[str]:
         y = bottom - (bottom - _TOP) * quarter / 4
         x = _LEFT + (right - _LEFT) * quarter / 4
         parts.append(f'<path d="M{_LEFT} {y:.1f}H{right}" stroke="#ddd"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{top * quarter / 4:,.6g}</text>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{span_s * quarter / 4:,.6g} s</text>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_tick(top * quarter / 4)}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{_tick(span_s * quarter / 4)} s</text>')
     return parts
+
+
+def _tick(value: float) -> str:
+    return f"{value / 1e6:,.4g} M" if value >= 1e6 else f"{value:,.6g}"
 
 
 def _path(points: Sequence[tuple[float, float] | None]) -> str:
