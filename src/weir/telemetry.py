@@ -18,7 +18,8 @@ a label of a histogram. Label children are bound once and kept. Gauges are read 
     weir_rolled_up_executions_total                                           past the retention, kept as sums only
     weir_unconfirmed_stops_total{revision}                                    engine did not confirm a stop within its bound
     weir_retries_total{revision}                                              failed attempts that were queued again
-    weir_requests_in_flight, weir_queue_entries, weir_open_holds, weir_journal_backlog, weir_lanes{revision, state}
+    weir_requests_in_flight, weir_queue_entries, weir_open_holds, weir_journal_backlog,
+    weir_replicas{revision, state}, weir_lanes{revision, state}
 """
 
 import logging

@@ -66,3 +66,14 @@ def test_the_table_is_bounded(entries_max: int, bodies: list[int]) -> None:
     kept = list(dict.fromkeys(reversed(bodies)))[:entries_max]
     for body in kept:  # each is on another replica than before, so a second crash shows that the first is remembered
         assert quarantine.crashed(("acme", "rev", bytes([body])), "another", len(bodies))
+
+
+def test_a_body_that_completes_was_not_what_crashed() -> None:
+    """Protects monitors and jobs that repeat a body through a rolling restart; what is in quarantine stays there."""
+    quarantine = Quarantine()
+    quarantine.completed(POISON)
+    assert not quarantine.crashed(POISON, "a", 0)
+    quarantine.completed(POISON)
+    assert not quarantine.crashed(POISON, "b", 1) and quarantine.crashed(POISON, "a", 2)
+    quarantine.completed(POISON)
+    assert quarantine.holds(POISON, 3)

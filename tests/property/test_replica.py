@@ -14,18 +14,18 @@ from weir.core.routing.replica import (
     advance,
 )
 
-ANSWERED, DOUBTED, PROVEN, DRAIN, STOP, FAIL = ReplicaEvent
+ANSWERED, DOUBTED, TRIED, PROVEN, DRAIN, STOP, FAIL = ReplicaEvent
 STARTING, READY, SUSPECT, HALF_OPEN, DRAINING, STOPPED, FAILED = ReplicaState
 
-# state: the state after answered, doubted, proven, drain, stop, fail; None where the event is illegal
+# state: the state after answered, doubted, tried, proven, drain, stop, fail; None where the event is illegal
 TABLE = {
-    STARTING: (READY, STARTING, None, None, STOPPED, FAILED),
-    READY: (READY, SUSPECT, None, DRAINING, None, FAILED),
-    SUSPECT: (HALF_OPEN, SUSPECT, None, DRAINING, None, FAILED),
-    HALF_OPEN: (HALF_OPEN, SUSPECT, READY, DRAINING, None, FAILED),
-    DRAINING: (DRAINING, DRAINING, None, DRAINING, STOPPED, FAILED),
-    STOPPED: (None, None, None, None, None, None),
-    FAILED: (None, None, None, None, None, None),
+    STARTING: (READY, STARTING, None, None, None, STOPPED, FAILED),
+    READY: (READY, SUSPECT, None, None, DRAINING, None, FAILED),
+    SUSPECT: (READY, SUSPECT, HALF_OPEN, None, DRAINING, None, FAILED),
+    HALF_OPEN: (HALF_OPEN, SUSPECT, None, READY, DRAINING, None, FAILED),
+    DRAINING: (DRAINING, DRAINING, None, None, DRAINING, STOPPED, FAILED),
+    STOPPED: (None, None, None, None, None, None, None),
+    FAILED: (None, None, None, None, None, None, None),
 }
 
 

@@ -111,5 +111,8 @@ def gauges_of(
         replicas = list(pool.replicas.values())
         taken = sum(replica.running for replica in replicas)
         free = sum(replica.free for replica in replicas)
+        for state in ReplicaState:
+            number = sum(replica.state is state for replica in replicas)
+            yield "weir_replicas", "Replicas by state.", {**labels, "state": state.value}, number
         yield "weir_lanes", "Lanes of replicas.", {**labels, "state": "taken"}, taken
         yield "weir_lanes", "Lanes of replicas.", {**labels, "state": "free"}, free

@@ -10,6 +10,7 @@ import msgspec
 from weir.coordinator.execution import Execution
 from weir.coordinator.fleet import Fleet
 from weir.core.endings import FinishReason
+from weir.core.routing.breaker import speaks_for
 from weir.core.routing.quarantine import Fingerprint, Quarantine
 from weir.core.routing.replica import ReplicaState
 from weir.messages import Acquire, Finish
@@ -34,7 +35,9 @@ class Blame:
         assert placement is not None
         replica = placement.replica
         is_stopping = replica.state in (ReplicaState.DRAINING, ReplicaState.STOPPED)
-        self._fleet.attempt_ended(replica, placement.lane, finish.reason)
+        self._fleet.attempt_ended(replica, placement.lane, finish.reason, showed_output=finish.ttft_ms is not None)
+        if speaks_for(finish.reason):
+            self._quarantine.completed(fingerprint_of(execution.acquire))
         if finish.reason is not FinishReason.REPLICA_LOST or not finish.reached or is_stopping:
             return finish
         if self._quarantine.crashed(fingerprint_of(execution.acquire), replica.name, self._clock.monotonic_ns()):

@@ -189,6 +189,8 @@ class Dispatcher:
         placement = execution.placement
         assert placement is not None
         self._domain(execution.pool).showed_output(execution, self._clock.monotonic_ns() - placement.lane_taken_ns)
+        if placement.lane is not None:
+            self._fleet.showed_output(placement.replica, placement.lane)
 
     def lane_freed(self, execution: Execution, placement: Placement) -> None:
         """A lane that it took is free again; `schedule` follows."""

@@ -7,12 +7,16 @@ and frees lanes. Every change that could let waiting work start, or that gateway
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+import structlog
+
 from weir.core.endings import FinishReason
 from weir.core.routing.breaker import BACK_OFF_MS
 from weir.core.routing.replica import Replica, ReplicaEvent, ReplicaLimits, ReplicaState
 from weir.messages import ReplicaAddress
 from weir.ports import Clock
 from weir.units import Millis
+
+_log = structlog.get_logger("weir.fleet")
 
 START_EXPECTED_MS: Millis = 5_000
 """Retry-After while no replica is ready: a small model loads in seconds."""
@@ -57,7 +61,7 @@ class Fleet:
     def answered(self, address: ReplicaAddress) -> None:
         """The replica's warm-up or probe succeeded: it takes work, at this address, with these capabilities.
 
-        One that was suspect is half-open, once its time-out is over.
+        One whose breaker is open takes trials, once its time-out is over.
         """
         replica = self._replica(address.pool, address.name)
         if replica is None or replica.state in (ReplicaState.STOPPED, ReplicaState.FAILED):
@@ -65,6 +69,7 @@ class Fleet:
         before = (self._addresses.get(address.name), replica.state)
         self._addresses[address.name] = address
         replica.answered(self._clock.monotonic_ns())
+        _log_change(replica, before[1], "answered")
         if before != (address, replica.state):
             self.on_change()
 
@@ -74,7 +79,9 @@ class Fleet:
         if replica is None or replica.state in (ReplicaState.STOPPED, ReplicaState.FAILED):
             return
         took_work = replica.takes_work
-        replica.doubted(self._clock.monotonic_ns())
+        before = replica.state
+        replica.doubted()
+        _log_change(replica, before, "probe failed")
         if took_work:
             self.on_change()
 
@@ -101,11 +108,19 @@ class Fleet:
 
     # ── reported by the coordinator ──────────────────────────────────────────────────────────────────────────────────
 
-    def attempt_ended(self, replica: Replica, lane: int | None, reason: FinishReason) -> None:
-        """What ran there ended so: it may put the replica in doubt, or be a trial that went well. lane: None if it is free."""
+    def attempt_ended(self, replica: Replica, lane: int | None, reason: FinishReason, *, showed_output: bool) -> None:
+        """What ran there ended so: it may put the replica in doubt, or speak for it. lane: None if it is free."""
         before = replica.state
-        replica.attempt_ended(lane, reason, self._clock.monotonic_ns())
+        replica.attempt_ended(lane, reason, self._clock.monotonic_ns(), showed_output=showed_output)
+        _log_change(replica, before, reason.value)
         if replica.state is not before:
+            self.on_change()
+
+    def showed_output(self, replica: Replica, lane: int) -> None:
+        """What runs on this lane has output: a half-open replica may take its next trial."""
+        before = replica.free
+        replica.showed_output(lane)
+        if replica.free > before:
             self.on_change()
 
     # ── asked by the coordinator ─────────────────────────────────────────────────────────────────────────────────────
@@ -162,3 +177,8 @@ class Fleet:
 
     def _replica(self, pool: str, name: str) -> Replica | None:
         return self._pools[pool].replicas.get(name)
+
+
+def _log_change(replica: Replica, before: ReplicaState, why: str) -> None:
+    if replica.state is not before:
+        _log.info("replica_state", replica=replica.name, before=before.value, now=replica.state.value, why=why)

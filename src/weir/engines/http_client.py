@@ -407,12 +407,12 @@ class HttpClient:
             async with asyncio.timeout(self._connect_ms / 1_000):
                 await loop.create_connection(lambda: _Connection(self, exchange), origin.host, origin.port, ssl=tls)
         except (OSError, TimeoutError):
-            exchange.lose(errors.ReplicaLost("The replica cannot be reached.", reached=False))
+            exchange.lose(errors.ReplicaLost("The replica cannot be reached.", reached=exchange.sent))
 
     def _connected(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
         self._connecting.discard(task)
         if task.cancelled():
-            exchange.lose(errors.ReplicaLost("The engine client was closed."))
+            exchange.lose(errors.ReplicaLost("The engine client was closed.", reached=exchange.sent))
         elif (failure := task.exception()) is not None:
             task.get_loop().call_exception_handler({"message": "connecting to a replica failed", "exception": failure})
 

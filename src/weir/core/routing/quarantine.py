@@ -1,9 +1,9 @@
 """Which requests are kept from replicas because they may be what crashes them.
 
 A crash is counted for every request that was in prefill or decode on the replica as it was lost. Most of them are innocent and
-were only there; one crash is forgotten after ten minutes. The second one, on another replica, quarantines: for ten minutes
-after its latest crash the same body of the same tenant for the same revision is refused at the door. It decides nothing about
-replicas, and knows a body only by its keyed digest.
+were only there; one crash is forgotten after ten minutes, or when the same body completes. The second one, on another replica,
+quarantines: for ten minutes after its latest crash the same body of the same tenant for the same revision is refused at the
+door. It decides nothing about replicas, and knows a body only by its keyed digest.
 """
 
 from collections import OrderedDict
@@ -49,6 +49,12 @@ class Quarantine:
         if len(self._crashes) > self._entries_max:
             self._crashes.popitem(last=False)
         return is_second
+
+    def completed(self, fingerprint: Fingerprint) -> None:
+        """It ended well somewhere: a single crash before that was not its doing."""
+        crash = self._crashes.get(fingerprint)
+        if crash is not None and not crash.is_second:
+            del self._crashes[fingerprint]
 
     def holds(self, fingerprint: Fingerprint, now_ns: Nanos) -> bool:
         """Whether it is refused now."""

@@ -1,10 +1,11 @@
 """A replica's life and its lanes.
 
-    starting → ready → suspect ⇄ half_open → ready;  ready | suspect | half_open → draining → STOPPED;  any → FAILED
+    starting → ready ⇄ suspect ⇄ half_open → ready;  ready | suspect | half_open → draining → STOPPED;  any → FAILED
 
 Own in-flight counts are the truth. A lane is one of the replica's `concurrency` places; it is taken at dispatch and returns
 when the gateway reports that the engine stopped, or when the replica is confirmed gone, never because something elsewhere
-failed. A half-open replica takes one request at a time, a trial, until its breaker has seen enough of them end well.
+failed. A suspect replica is ready again once it answers, but half-open if its breaker is open: then it takes trials, the next
+one when the last has output, until enough generations ended well.
 """
 
 import heapq
@@ -13,12 +14,12 @@ from enum import StrEnum
 from typing import assert_never
 
 from weir.core.endings import FinishReason
-from weir.core.routing.breaker import BACK_OFF_MS, Breaker, speaks_against, speaks_for
+from weir.core.routing.breaker import BACK_OFF_MS, Breaker, speaks_against, speaks_for, trial_failed
 from weir.units import Millis, Nanos
 
 
 class ReplicaState(StrEnum):
-    """Only `ready` takes new work, and `half_open` one request at a time."""
+    """Only `ready` takes new work, and `half_open` trials."""
 
     STARTING = "starting"
     READY = "ready"
@@ -34,7 +35,8 @@ class ReplicaEvent(StrEnum):
 
     ANSWERED = "answered"  # a probe or the warm-up succeeded
     DOUBTED = "doubted"  # a passive signal or a probe failed
-    PROVEN = "proven"  # the trials of a half-open replica ended well
+    TRIED = "tried"  # a probe succeeded, and its breaker's time-out is over
+    PROVEN = "proven"  # enough generations of a half-open replica ended well
     DRAIN = "drain"
     STOP = "stop"  # drained and gone as asked
     FAIL = "fail"  # gone or unusable
@@ -47,7 +49,8 @@ _NEXT: dict[tuple[ReplicaState, ReplicaEvent], ReplicaState] = {
     (ReplicaState.READY, ReplicaEvent.ANSWERED): ReplicaState.READY,
     (ReplicaState.READY, ReplicaEvent.DOUBTED): ReplicaState.SUSPECT,
     (ReplicaState.READY, ReplicaEvent.DRAIN): ReplicaState.DRAINING,
-    (ReplicaState.SUSPECT, ReplicaEvent.ANSWERED): ReplicaState.HALF_OPEN,
+    (ReplicaState.SUSPECT, ReplicaEvent.ANSWERED): ReplicaState.READY,
+    (ReplicaState.SUSPECT, ReplicaEvent.TRIED): ReplicaState.HALF_OPEN,
     (ReplicaState.SUSPECT, ReplicaEvent.DOUBTED): ReplicaState.SUSPECT,
     (ReplicaState.SUSPECT, ReplicaEvent.DRAIN): ReplicaState.DRAINING,
     (ReplicaState.HALF_OPEN, ReplicaEvent.ANSWERED): ReplicaState.HALF_OPEN,
@@ -73,7 +76,14 @@ def advance(state: ReplicaState, event: ReplicaEvent) -> ReplicaState:
     match event:
         case ReplicaEvent.FAIL:
             following = None if state in (ReplicaState.STOPPED, ReplicaState.FAILED) else ReplicaState.FAILED
-        case ReplicaEvent.ANSWERED | ReplicaEvent.DOUBTED | ReplicaEvent.PROVEN | ReplicaEvent.DRAIN | ReplicaEvent.STOP:
+        case (
+            ReplicaEvent.ANSWERED
+            | ReplicaEvent.DOUBTED
+            | ReplicaEvent.TRIED
+            | ReplicaEvent.PROVEN
+            | ReplicaEvent.DRAIN
+            | ReplicaEvent.STOP
+        ):
             following = _NEXT.get((state, event))
         case _:
             assert_never(event)
@@ -95,7 +105,7 @@ class Replica:
     free: lanes that new work may take now; kept, not computed, because placement reads it of every replica of a pool.
     """
 
-    __slots__ = ("_breaker", "_lanes", "_trial", "free", "limits", "name", "pool", "state")
+    __slots__ = ("_breaker", "_lanes", "_silent_trial", "_trials", "free", "limits", "name", "pool", "state")
 
     def __init__(self, name: str, pool: str, limits: ReplicaLimits, back_off_ms: Millis = BACK_OFF_MS) -> None:
         self.name = name
@@ -104,35 +114,52 @@ class Replica:
         self.state = ReplicaState.STARTING
         self._breaker = Breaker(back_off_ms)
         self._lanes = list(range(limits.concurrency))
+        self._trials: set[int] = set()  # lanes taken since it is half-open
+        self._silent_trial: int | None = None  # the one of them without output so far
         self.free = 0
-        self._trial: int | None = None  # the lane of the trial that runs
 
     # ── states ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def advance(self, event: ReplicaEvent) -> None:
         """Change state; raises IllegalReplicaTransition."""
-        self.state = advance(self.state, event)
+        before, self.state = self.state, advance(self.state, event)
+        if self.state is not before:
+            self._trials.clear()
+            self._silent_trial = None
         self._count_free()
 
     def answered(self, now_ns: Nanos) -> None:
-        """The warm-up or a probe succeeded; one that comes within a suspect replica's time-out changes nothing."""
-        if self.state is not ReplicaState.SUSPECT or self._breaker.may_half_open(now_ns):
+        """The warm-up or a probe succeeded: one that is suspect is ready again, or tried once its time-out is over."""
+        if self.state is not ReplicaState.SUSPECT or not self._breaker.is_open:
             self.advance(ReplicaEvent.ANSWERED)
+        elif self._breaker.may_be_tried(now_ns):
+            self.advance(ReplicaEvent.TRIED)
 
-    def doubted(self, now_ns: Nanos) -> None:
-        """A probe or a request failed in a way that speaks against it."""
-        if self.takes_work:
-            self._breaker.open(now_ns)
+    def doubted(self) -> None:
+        """A probe failed: the next one that is answered settles it."""
         self.advance(ReplicaEvent.DOUBTED)
 
-    def attempt_ended(self, lane: int | None, reason: FinishReason, now_ns: Nanos) -> None:
-        """What ran here ended so: doubt, the success of a trial, or nothing. lane: None if it was given back before."""
-        if not self.takes_work:
-            return
-        if speaks_against(reason):
-            self.doubted(now_ns)
-        elif self._is_trial(lane) and speaks_for(reason) and self._breaker.trial_ended_well():
-            self.advance(ReplicaEvent.PROVEN)
+    def showed_output(self, lane: int) -> None:
+        """The request on this lane has output: if it is a trial, the next one may start."""
+        if lane == self._silent_trial:
+            self._silent_trial = None
+            self._count_free()
+
+    def attempt_ended(self, lane: int | None, reason: FinishReason, now_ns: Nanos, *, showed_output: bool) -> None:
+        """What ran here ended so: doubt, trust, or nothing. lane: None if it was given back before."""
+        if speaks_for(reason):
+            self._breaker.ended_well()
+            if self.state is ReplicaState.HALF_OPEN and not self._breaker.is_open:
+                self.advance(ReplicaEvent.PROVEN)
+        elif self._failed_here(lane, reason, showed_output=showed_output):
+            self._breaker.failed(now_ns)
+            self.advance(ReplicaEvent.DOUBTED)
+
+    def _failed_here(self, lane: int | None, reason: FinishReason, *, showed_output: bool) -> bool:
+        """Of a half-open replica only trials count: what began before it was doubted says nothing new."""
+        if self.state is ReplicaState.HALF_OPEN:
+            return lane in self._trials and trial_failed(reason, showed_output=showed_output)
+        return self.state is ReplicaState.READY and speaks_against(reason)
 
     @property
     def takes_work(self) -> bool:
@@ -156,7 +183,8 @@ class Replica:
         assert self.free > 0
         lane = heapq.heappop(self._lanes)
         if self.state is ReplicaState.HALF_OPEN:
-            self._trial = lane
+            self._trials.add(lane)
+            self._silent_trial = lane
         self._count_free()
         return lane
 
@@ -164,16 +192,14 @@ class Replica:
         """Give a lane back; it must be taken."""
         assert 0 <= lane < self.limits.concurrency and lane not in self._lanes
         heapq.heappush(self._lanes, lane)
-        if lane == self._trial:
-            self._trial = None
+        self._trials.discard(lane)
+        if lane == self._silent_trial:
+            self._silent_trial = None
         self._count_free()
 
     def _count_free(self) -> None:
         if self.state is ReplicaState.READY:
             self.free = len(self._lanes)
         else:
-            is_tried = self.state is ReplicaState.HALF_OPEN and self._trial is None
+            is_tried = self.state is ReplicaState.HALF_OPEN and self._silent_trial is None
             self.free = min(len(self._lanes), int(is_tried))
-
-    def _is_trial(self, lane: int | None) -> bool:
-        return self.state is ReplicaState.HALF_OPEN and lane is not None and lane == self._trial
