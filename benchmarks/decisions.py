@@ -49,6 +49,7 @@ class Stand:
         tenant = self.tenants[self.random.randrange(len(self.tenants))]
         self.keys += 1
         assert self.queue.refusal(tenant, 500) is None
+        self.queue.lead(tenant)
         predicted_wait_ms(self.queue.work_before(tenant), len(self.replicas) * CONCURRENCY, self.rate, self.keys * 10**7)
         cost = self.costs.cost(500, 0, self.lengths.expected((tenant, "app", "revision"), 300, 128))
         self.queue.push(Entry(tenant, self.keys, 500, cost, self.keys * 10**7))

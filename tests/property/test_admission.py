@@ -28,7 +28,7 @@ SNAPSHOT = Snapshot(
     pools={"pool": Pool("pool", REVISION.id, 1, 4)},
 )
 ASKED = Asked(CALLER, "assistant", REVISION.id, b"body", 100, 400, 50, 1, 10_000)
-OPEN_DOOR = Door(lanes=4, queue_refusal=None, predicted_wait_ms=0, wait_ms_max=5_000, no_capacity_retry_ms=5_000)
+OPEN_DOOR = Door(lanes=4, queue_refusal=None, predicted_wait_ms=0, prefill_ms=0, wait_ms_max=5_000, no_capacity_retry_ms=5_000)
 RAN = Bound(execution=1, body_digest=b"body", status=Status.COMPLETED, delivered_tokens=5, tenant_tokens=7, cost_microusd=9)
 
 
@@ -73,6 +73,7 @@ def test_the_first_failure_is_the_answer(wrongs: set[str]) -> None:
         lanes=0 if "lanes" in wrongs else 4,
         queue_refusal=errors.QueueFull() if "queue" in wrongs else None,
         predicted_wait_ms=6_000 if "wait" in wrongs else 20_000 if "deadline" in wrongs else 0,
+        prefill_ms=0,
         wait_ms_max=5_000 if "wait" in wrongs else 30_000,
         no_capacity_retry_ms=5_000,
     )

@@ -244,7 +244,7 @@ async def _fail_twice(world: World, bad: Replica, fault: errors.WeirError) -> No
 
 @pytest.mark.parametrize("fault", [errors.ReplicaLost, errors.Stalled])
 def test_a_replica_that_answers_probes_and_fails_every_request(fault: type[errors.WeirError]) -> None:
-    """Protects clients and the retry budget: after two failures one at a time, ever more rarely; every client gets its answer."""
+    """Protects clients and the retry budget: after two failures one at a time, ever more rarely; every client is answered."""
 
     async def script(world: World) -> None:
         bad, begun_s = _bad(world), list[float]()

@@ -42,6 +42,7 @@ from weir.coordinator.recovery import Recovered, recover
 from weir.coordinator.rejections import RejectionCounter
 from weir.core.registry.model import EngineKind
 from weir.core.registry.snapshot import Snapshot
+from weir.core.routing.replica import Replica, ReplicaState
 from weir.engines.launcher import LocalLauncher
 from weir.engines.llamacpp import LlamaCppEngine
 from weir.engines.openai_compatible import OpenAICompatibleEngine
@@ -119,6 +120,7 @@ class Cell:
         self._entropy = SystemEntropy()
         self._telemetry = Telemetry()
         self._fleet = Fleet(self._clock, options.config.engine.restart_backoff_ms)
+        self._fleet.on_state = _log_state
         self._engines = Engines(options.config)
         self._inbox = Inbox()
         config = options.config.coordinator
@@ -376,3 +378,9 @@ def _loop_fault(cell: Cell, context: dict[str, Any]) -> None:
     _log.error("loop_fault", message=context.get("message"), fault=type(fault).__name__, exc_info=fault)
     if isinstance(fault, AssertionError):
         cell.fail(fault)
+
+
+def _log_state(replica: Replica, before: ReplicaState, why: str) -> None:
+    structlog.get_logger("weir.fleet").info(
+        "replica_state", replica=replica.name, before=before.value, now=replica.state.value, why=why
+    )

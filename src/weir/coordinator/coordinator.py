@@ -377,10 +377,10 @@ class Coordinator:
             self._telemetry.stop_time.labels(revision).observe(stopped.stop_ms / 1e3)
         if stopped.confirmed:
             placement.replica.free_lane(lane)
-            self._dispatcher.lane_freed(execution, placement)
         else:  # the lane stays taken until the replica is confirmed gone
             self._telemetry.unconfirmed.labels(revision).inc()
             self._fleet.condemn(execution.pool, placement.replica.name)
+        self._dispatcher.lane_freed(execution, placement)
         self._settler.forget_if_quiet(execution)
         self._dispatcher.schedule()
 

@@ -86,6 +86,7 @@ class Dispatcher:
             lanes=lanes,
             queue_refusal=domain.queue.refusal(asked.tenant, asked.input_bytes),
             predicted_wait_ms=wait_ms,
+            prefill_ms=ms_from_ns(domain.prefill_ns(asked.input_tokens * asked.choices, now_ns)),
             wait_ms_max=domain.queue.bounds.door_ms_max,
             no_capacity_retry_ms=START_EXPECTED_MS,
         )
@@ -108,8 +109,8 @@ class Dispatcher:
 
     def end_waiting(self, execution: Execution, reason: FinishReason) -> None:
         """End an execution that waits in its queue; it leaves at once."""
-        if reason is FinishReason.QUEUE_WAIT:
-            self._domains[execution.pool].waited(execution, self._clock.monotonic_ns())
+        if reason is FinishReason.QUEUE_WAIT and not execution.placements:
+            self._domains[execution.pool].expired(execution, self._clock.monotonic_ns())
         self._queues[execution.pool].remove(execution.id.tenant, execution.id)
         self._queued.pop(execution.id, None)
         execution.cancel_timer()
@@ -140,11 +141,12 @@ class Dispatcher:
     def _dispatch(self, start: Start[ExecutionId]) -> None:
         execution = self._queued[start.waiting.key]
         domain, now_ns = self._domains[start.domain], self._clock.monotonic_ns()
-        if now_ns + domain.prefill_ns(execution) >= execution.deadline_ns:
+        if now_ns + domain.prefill_ns(execution.admit.worst.input_tokens, now_ns) >= execution.deadline_ns:
             self.end_waiting(execution, FinishReason.DEADLINE)
             return
-        domain.waited(execution, now_ns)
-        domain.serve(start.waiting, execution)
+        if start.waiting.avoid is None:
+            domain.waited(execution, now_ns)
+        domain.serve(start.waiting, execution, now_ns)
         del self._queued[execution.id]
         execution.cancel_timer()
         asked, replica = execution.acquire, start.replica
@@ -180,22 +182,22 @@ class Dispatcher:
     # ── what runs ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def wants_delivery(self, execution: Execution, delivered_max: Tokens) -> None:
-        """Its gateway asks for the next step of delivery, one step early: it has produced all but that step."""
-        self._domain(execution.pool).produced(execution, delivered_max - self._config.delivery_step_tokens)
+        """Its gateway asks for the next step of delivery, up to two steps ahead of what it has."""
+        self._domain(execution.pool).produced(execution, max(0, delivered_max - 2 * self._config.delivery_step_tokens))
         self.append_step(execution, delivered_max)
 
     def showed_output(self, execution: Execution) -> None:
         """Its first output came."""
         placement = execution.placement
         assert placement is not None
-        self._domain(execution.pool).showed_output(execution, self._clock.monotonic_ns() - placement.lane_taken_ns)
+        now_ns = self._clock.monotonic_ns()
+        self._domain(execution.pool).showed_output(execution, now_ns - placement.lane_taken_ns, now_ns)
         if placement.lane is not None:
             self._fleet.showed_output(placement.replica, placement.lane)
 
     def lane_freed(self, execution: Execution, placement: Placement) -> None:
         """A lane that it took is free again; `schedule` follows."""
-        now_ns = self._clock.monotonic_ns()
-        self._domain(execution.pool).lane_freed(execution, now_ns - placement.lane_taken_ns, now_ns)
+        self._domain(execution.pool).lane_freed(execution, placement, self._clock.monotonic_ns())
 
     def _ended(self, execution: Execution) -> None:
         self._domain(execution.pool).ended(execution)

@@ -8,13 +8,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from weir.config import CoordinatorConfig
-from weir.coordinator.execution import Execution
-from weir.core.endings import Status
-from weir.core.ledger.records import ExecutionId, SettleRecord
+from weir.coordinator.execution import Execution, Placement
+from weir.core.endings import FinishReason, Status
+from weir.core.ledger.records import EndRecord, ExecutionId, SettleRecord
 from weir.core.routing.retry import RetryBudget
 from weir.core.scheduling.fairness import FairOrder, TokenCosts
-from weir.core.scheduling.feasibility import PrefillTime, ServiceRate, WaitBias, predicted_wait_ms
-from weir.core.scheduling.orders import Order
+from weir.core.scheduling.feasibility import Caution, FloorPace, PrefillTime, ServiceRate, WaitBias, predicted_wait_ms
+from weir.core.scheduling.orders import Cost, Order
 from weir.core.scheduling.output_lengths import Caller, OutputLengths
 from weir.core.scheduling.queues import DomainQueue, Entry, Waiting
 from weir.units import NANOS_PER_MILLI, Millis, Nanos, Tokens, ns_from_ms
@@ -47,6 +47,9 @@ class Domain:
         self._costs = TokenCosts()
         self._lengths = lengths
         self._prefill = PrefillTime()
+        self._pace = FloorPace()
+        self._caution = Caution()
+        self._last_turn: tuple[Cost, Nanos] | None = None  # the floor and the time, while others wait on
         self._biases: OrderedDict[str, WaitBias] = OrderedDict()
         self._rate = ServiceRate(_PRIOR_LANE_NS, self._costs.cost(_PRIOR_INPUT_TOKENS, 0, _PRIOR_OUTPUT_TOKENS))
 
@@ -75,19 +78,27 @@ class Domain:
     def _start_by_ns(self, execution: Execution) -> Nanos:
         """When its wait is over, or it is too late for its deadline: patient requests must not starve behind hasty ones."""
         wait_over_ns = execution.admitted_ns + ns_from_ms(self.queue.bounds.wait_ms_max)
-        return min(wait_over_ns, execution.deadline_ns - self.prefill_ns(execution))
+        prefill_ns = self.prefill_ns(execution.admit.worst.input_tokens, execution.admitted_ns)
+        return min(wait_over_ns, execution.deadline_ns - prefill_ns)
 
     def predicted_wait_ms(self, tenant: str, lanes: int, free: int, now_ns: Nanos) -> Millis:
         """How long one more request of this tenant would wait; 0 while a lane is free for everybody. lanes ≥ 1."""
         queue = self.queue
-        if len(queue) < free:
+        if len(queue) - queue.ahead < free:
             return 0
         wait_ms = predicted_wait_ms(queue.work_before(tenant), lanes, self._rate, now_ns)
+        wait_ms = max(wait_ms, self._pace.wait_ns(queue.lead(tenant)) / NANOS_PER_MILLI)
         bias = self._biases.get(tenant)
-        return int(wait_ms * bias.factor(now_ns)) + 1 if bias else wait_ms
+        factor = self._caution.factor(now_ns) * (bias.factor(now_ns) if bias else 1.0)
+        return int(wait_ms * factor) + 1
+
+    def expired(self, execution: Execution, now_ns: Nanos) -> None:
+        """Its wait is over, and it had no turn."""
+        self._caution.expired(now_ns)
+        self.waited(execution, now_ns)
 
     def waited(self, execution: Execution, now_ns: Nanos) -> None:
-        """It has left the queue, to run or because its wait was over: how long it waited corrects what is predicted next."""
+        """It has left the queue: how long it waited corrects what is predicted next for its tenant."""
         if execution.predicted_wait_ms < _BIAS_FROM_MS:
             return
         tenant = execution.id.tenant
@@ -102,19 +113,29 @@ class Domain:
     def predicted_retry_ms(self, lanes: int, free: int, now_ns: Nanos) -> Millis:
         """How long a second attempt would wait: only behind other second attempts."""
         queue = self.queue
-        return 0 if queue.ahead < free else predicted_wait_ms(queue.work_ahead, lanes, self._rate, now_ns)
+        return 0 if queue.ahead < free else int(predicted_wait_ms(queue.work_ahead, lanes, self._rate, now_ns)) + 1
 
-    def prefill_ns(self, execution: Execution) -> Nanos:
-        """How long its input is expected to take; 0 while nothing was measured."""
-        return self._prefill.expected_ns(execution.admit.worst.input_tokens)
+    def prefill_ns(self, input_tokens: Tokens, now_ns: Nanos) -> Nanos:
+        """How long an input is expected to take at least; 0 while nothing was measured."""
+        return self._prefill.expected_ns(input_tokens, now_ns)
 
     # ── running ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def serve(self, waiting: Waiting[ExecutionId], execution: Execution) -> None:
+    def serve(self, waiting: Waiting[ExecutionId], execution: Execution, now_ns: Nanos) -> None:
         """It is dispatched: its flow pays, once however often it is tried."""
+        self._observe_pace(now_ns)
         ticket = self.queue.serve(waiting)
         if ticket is not None:
-            execution.ticket = ticket
+            execution.ticket, execution.cost = ticket, ticket.cost
+        self._rate.began(now_ns)
+
+    def _observe_pace(self, now_ns: Nanos) -> None:
+        """Between two turns of a time in which more than one request waited."""
+        queue = self.queue
+        if self._last_turn is not None:
+            floor, at_ns = self._last_turn
+            self._pace.observe(queue.floor - floor, now_ns - at_ns)
+        self._last_turn = (queue.floor, now_ns) if len(queue) > 1 else None
 
     def produced(self, execution: Execution, output_tokens: Tokens) -> None:
         """It has this much output by now: what goes beyond the expected is charged at once."""
@@ -124,9 +145,9 @@ class Domain:
         if cost > ticket.cost:
             execution.ticket = self.queue.correct(ticket, cost)
 
-    def showed_output(self, execution: Execution, took_ns: Nanos) -> None:
+    def showed_output(self, execution: Execution, took_ns: Nanos, now_ns: Nanos) -> None:
         """Its first output came this long after its dispatch."""
-        self._prefill.observe(execution.admit.worst.input_tokens, took_ns)
+        self._prefill.observe(execution.admit.worst.input_tokens, took_ns, now_ns)
 
     def ended(self, execution: Execution) -> None:
         """It ended: its flow pays what it cost. One that ended before its time still pays for its input."""
@@ -134,20 +155,29 @@ class Domain:
         if ticket is None:
             return
         execution.ticket = None
+        assert end is not None
+        self.queue.close(ticket, self._cost_of(execution, end))
+        if isinstance(end, SettleRecord) and end.status is Status.COMPLETED:
+            self._lengths.observe(_caller(execution), end.output_tokens // execution.acquire.choices)
+
+    def _cost_of(self, execution: Execution, end: EndRecord) -> Cost:
+        """What an engine reports beyond the worst case is no measurement; what it refused took nothing."""
+        worst = execution.admit.worst
+        if end.finish_reason is FinishReason.ENGINE_REJECTED:
+            return 1
         if not isinstance(end, SettleRecord) or not end.input_tokens:
             produced = end.output_tokens if isinstance(end, SettleRecord) else 0
-            cost = self._costs.cost(execution.admit.worst.input_tokens, 0, produced)
-        else:
-            cost = self._costs.cost(end.input_tokens, end.cached_input_tokens, end.output_tokens)
-            if end.status is Status.COMPLETED:
-                self._lengths.observe(_caller(execution), end.output_tokens // execution.acquire.choices)
-        execution.cost = cost
-        self.queue.close(ticket, cost)
+            return self._costs.cost(worst.input_tokens, 0, min(produced, worst.output_tokens))
+        input_tokens = min(end.input_tokens, worst.input_tokens)
+        cached_tokens = min(end.cached_input_tokens, input_tokens)
+        return self._costs.cost(input_tokens, cached_tokens, min(end.output_tokens, worst.output_tokens))
 
-    def lane_freed(self, execution: Execution, occupied_ns: Nanos, now_ns: Nanos) -> None:
-        """A lane that it took is free again."""
-        if execution.cost:  # a lost attempt says nothing about how long work takes
-            self._rate.observe(execution.cost, occupied_ns, now_ns)
+    def lane_freed(self, execution: Execution, placement: Placement, now_ns: Nanos) -> None:
+        """A lane that it took is free again: whole answers say how long work takes, in the measure in which it waits."""
+        self._rate.left(placement.lane_taken_ns)
+        end = execution.end_record
+        if placement is execution.placement and end is not None and end.status is Status.COMPLETED:
+            self._rate.observe(execution.cost, now_ns - placement.lane_taken_ns, now_ns)
 
 
 def _caller(execution: Execution) -> Caller:

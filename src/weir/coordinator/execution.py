@@ -36,8 +36,8 @@ class Execution:
 
     windows: the budget windows that its hold counts in. placements: of its attempts, the last one last. lost: what the attempt
     that was retried used. end_record and decided_ns: set when the end is decided. given_up: its answer was dropped because the
-    store was away. predicted_wait_ms: at the door. ticket: what its flow was charged, while it runs; cost: what it was at the
-    end.
+    store was away. predicted_wait_ms: at the door. ticket: what its flow was charged, while it runs; cost: what was
+    expected at its first dispatch.
     """
 
     id: ExecutionId

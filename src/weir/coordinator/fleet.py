@@ -7,16 +7,12 @@ and frees lanes. Every change that could let waiting work start, or that gateway
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-import structlog
-
 from weir.core.endings import FinishReason
 from weir.core.routing.breaker import BACK_OFF_MS
 from weir.core.routing.replica import Replica, ReplicaEvent, ReplicaLimits, ReplicaState
 from weir.messages import ReplicaAddress
 from weir.ports import Clock
 from weir.units import Millis
-
-_log = structlog.get_logger("weir.fleet")
 
 START_EXPECTED_MS: Millis = 5_000
 """Retry-After while no replica is ready: a small model loads in seconds."""
@@ -44,6 +40,7 @@ class Fleet:
         self.on_change: Callable[[], None] = lambda: None
         self.on_condemned: Callable[[str], None] = lambda replica: None
         self.on_demand: Callable[[str], None] = lambda pool: None
+        self.on_state: Callable[[Replica, ReplicaState, str], None] = lambda replica, before, why: None
 
     # ── reported by control ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -69,7 +66,7 @@ class Fleet:
         before = (self._addresses.get(address.name), replica.state)
         self._addresses[address.name] = address
         replica.answered(self._clock.monotonic_ns())
-        _log_change(replica, before[1], "answered")
+        self._tell_change(replica, before[1], "answered")
         if before != (address, replica.state):
             self.on_change()
 
@@ -81,7 +78,7 @@ class Fleet:
         took_work = replica.takes_work
         before = replica.state
         replica.doubted()
-        _log_change(replica, before, "probe failed")
+        self._tell_change(replica, before, "probe failed")
         if took_work:
             self.on_change()
 
@@ -112,7 +109,7 @@ class Fleet:
         """What ran there ended so: it may put the replica in doubt, or speak for it. lane: None if it is free."""
         before = replica.state
         replica.attempt_ended(lane, reason, self._clock.monotonic_ns(), showed_output=showed_output)
-        _log_change(replica, before, reason.value)
+        self._tell_change(replica, before, reason.value)
         if replica.state is not before:
             self.on_change()
 
@@ -178,7 +175,6 @@ class Fleet:
     def _replica(self, pool: str, name: str) -> Replica | None:
         return self._pools[pool].replicas.get(name)
 
-
-def _log_change(replica: Replica, before: ReplicaState, why: str) -> None:
-    if replica.state is not before:
-        _log.info("replica_state", replica=replica.name, before=before.value, now=replica.state.value, why=why)
+    def _tell_change(self, replica: Replica, before: ReplicaState, why: str) -> None:
+        if replica.state is not before:
+            self.on_state(replica, before, why)

@@ -66,13 +66,14 @@ class Bound:
 class Door:
     """The scheduling domain as a newcomer meets it. lanes: of ready replicas; queue_refusal: the queue's own answer.
 
-    no_capacity_retry_ms: when a replica is expected, used while lanes is 0.
+    no_capacity_retry_ms: when a replica is expected, used while lanes is 0. prefill_ms: from its start to its first output.
     """
 
     lanes: int
     queue_refusal: errors.WeirError | None
     predicted_wait_ms: Millis
     wait_ms_max: Millis
+    prefill_ms: Millis
     no_capacity_retry_ms: Millis
 
 
@@ -134,10 +135,11 @@ def door_refusal(door: Door, deadline_ms: Millis) -> errors.WeirError | None:
             f"The predicted wait of {wait_ms} ms is above the bound of {door.wait_ms_max} ms.",
             retry_after_ms=wait_ms - door.wait_ms_max,
         )
-    if wait_ms >= deadline_ms:
+    first_ms = wait_ms + door.prefill_ms
+    if first_ms >= deadline_ms:
         return errors.DeadlineUnmeetableNow(
-            f"The request would start in {wait_ms} ms and must end in {max(0, deadline_ms)} ms.",
-            members={"predicted_ms": wait_ms, "deadline_ms": max(0, deadline_ms)},
-            retry_after_ms=wait_ms - deadline_ms + 1,
+            f"The request would begin to answer in {first_ms} ms and must end in {max(0, deadline_ms)} ms.",
+            members={"predicted_ms": first_ms, "deadline_ms": max(0, deadline_ms)},
+            retry_after_ms=first_ms - deadline_ms + 1,
         )
     return None

@@ -11,7 +11,7 @@ Invariants, for flows that stay backlogged and whose heads fit (property-tested)
      arrived for requests in flight, in either direction. The service that two of them got over any time then differs by at
      most twice that, and by once that from a moment at which they were equal.
   2. No credit is saved up: a flow that becomes backlogged is lifted to the smallest counter among the backlogged, or to that
-     of the flow which was the last to leave. What is given back for a dispatch before such a lift is dropped.
+     of the flow which was the last to leave: its floor. What is given back for a dispatch before that takes it no lower.
 
 A flow that only runs is not backlogged: the longest of its requests would otherwise hold its counter down, and lend its next
 requests, and every newcomer, a lead over all who wait.
@@ -27,7 +27,7 @@ from weir.units import Nanos, Tokens
 _SCALE = 1 << 16
 """Counter units of one unit of cost at weight 1: division by a weight loses next to nothing."""
 _QUIET_MAX = 1_024
-"""Flows that are not backlogged and may be remembered without a sweep."""
+"""Flows that may be remembered without a sweep; more when a sweep had to keep more, so that it pays for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ class TokenCosts:
 class _Flow:
     counter: int = 0
     weight: int = 1  # as it was when the flow became backlogged, or was charged last
-    lift: int = 0
+    floor: int = 0
+    activation: int = 0  # how often it became backlogged
     head: Head | None = None
     running: int = 0
 
@@ -69,16 +70,16 @@ class FairOrder:
         self._near: LazyHeap[tuple[Nanos, int], str] = LazyHeap()  # those within the slack, by their heads
         self._far: LazyHeap[int, str] = LazyHeap()  # the others, by counter
         self._last_left = 0
+        self._sweep_at = _QUIET_MAX
         self._weights = 0
 
     def joined(self, tenant: str, head: Head) -> None:
         """The flow is backlogged from now on: lifted, so that it lends itself nothing from the time it was not."""
         flow = self._flows.setdefault(tenant, _Flow())
-        smallest = self._counters.first()
-        floor = smallest[0] if smallest else self._last_left
-        if flow.counter < floor:
-            flow.counter = floor
-            flow.lift += 1
+        floor = self._floor()
+        flow.counter = max(flow.counter, floor)
+        flow.floor = floor
+        flow.activation += 1
         flow.head = head
         flow.weight = self._weight_of(tenant)
         self._weights += flow.weight
@@ -101,8 +102,9 @@ class FairOrder:
         if not self._counters:
             self._last_left = flow.counter
         self._weights -= flow.weight
-        if len(self._flows) > 2 * len(self._counters) + _QUIET_MAX:
+        if len(self._flows) > self._sweep_at:
             self._forget_quiet()
+            self._sweep_at = 2 * len(self._flows) + _QUIET_MAX
 
     def first(self) -> str | None:
         """Of the flows within the slack of the smallest counter, the one whose head must start first."""
@@ -132,32 +134,50 @@ class FairOrder:
         self._weights += weight - flow.weight
         flow.weight = weight
         self._move(tenant, flow, cost * _SCALE // flow.weight)
-        return Ticket(tenant, cost, flow.weight, flow.lift)
+        return Ticket(tenant, cost, flow.weight, flow.activation)
 
     def correct(self, ticket: Ticket, cost: Cost) -> Ticket:
         """Charge what it cost beyond the expected, or give the rest back to the activation that paid."""
         flow = self._flows[ticket.tenant]
         more = cost * _SCALE // ticket.weight - ticket.cost * _SCALE // ticket.weight
-        if more > 0 or (more and flow.lift == ticket.lift):
+        if more < 0 and flow.activation != ticket.activation:
+            more = min(0, max(more, flow.floor - flow.counter))
+        if more:
             self._move(ticket.tenant, flow, more)
-        return Ticket(ticket.tenant, cost, ticket.weight, ticket.lift)
+        return Ticket(ticket.tenant, cost, ticket.weight, ticket.activation)
 
     def close(self, ticket: Ticket, cost: Cost) -> None:
         """It ended, and cost this."""
         self.correct(ticket, cost)
         self._flows[ticket.tenant].running -= 1
 
-    def work_before(self, tenant: str, own: Cost, others: Cost) -> Cost:
-        """What the other backlogged flows may get, by their weights, until this one has had its own waiting work."""
-        smallest = self._counters.first()
-        if smallest is None:
-            return 0
+    def work_before(self, tenant: str, own: Cost, others: Cost, mean: Cost) -> Cost:
+        """What the other backlogged flows may get, by their weights, until this one has had its own waiting work.
+
+        The heads of those within the slack came earlier, and go first.
+        """
+        flow = self._flows.get(tenant)
+        weights, share = self._weights, 0
+        if flow is not None:
+            weights -= flow.weight if flow.head else 0
+            share = max(0, flow.counter - self._floor()) // _SCALE + own // flow.weight
+        return min(others, weights * share + len(self._near) * mean)
+
+    def lead(self, tenant: str, own: Cost) -> Cost:
+        """How far its counter will be beyond the slack of the floor once its own waiting work is done."""
         flow = self._flows.get(tenant)
         if flow is None:
             return 0
-        lead = max(0, flow.counter - smallest[0])
-        weights = self._weights - (flow.weight if flow.head else 0)
-        return min(others, weights * (lead // _SCALE + own // flow.weight))
+        return max(0, flow.counter + own * _SCALE // flow.weight - self._floor() - self._slack) // _SCALE
+
+    @property
+    def floor(self) -> Cost:
+        """The smallest counter among the backlogged, or that of the last one that was."""
+        return self._floor() // _SCALE
+
+    def _floor(self) -> int:
+        smallest = self._counters.first()
+        return smallest[0] if smallest else self._last_left
 
     def _move(self, tenant: str, flow: _Flow, amount: int) -> None:
         flow.counter += amount
@@ -168,7 +188,6 @@ class FairOrder:
 
     def _forget_quiet(self) -> None:
         """Drop flows that a lift would set where a new one starts."""
-        smallest = self._counters.first()
-        floor = smallest[0] if smallest else self._last_left
+        floor = self._floor()
         for tenant in [name for name, flow in self._flows.items() if flow.is_quiet and flow.counter <= floor]:
             del self._flows[tenant]

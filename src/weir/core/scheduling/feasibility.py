@@ -4,19 +4,21 @@ The model is the simplest that is true in both limits: with a free lane and nobo
 on k lanes that each need r per unit of it, w · r ÷ k and the time until a lane frees, one k-th of what a request occupies one.
 
 r is Σ occupied time ÷ Σ cost, both decaying with a half-life of ten seconds towards a prior that never decays: a wrong estimate
-meets evidence, and evidence from another hour loses to the prior. So a prior that is too pessimistic cannot lock the door for
+meets evidence, and evidence from another hour loses to the prior. What runs longer on average than what ended lately lengthens
+both: answers of a minute are seen before the first one ends. So a prior that is too pessimistic cannot lock the door for
 good: an idle domain admits, whatever r says.
 """
 
 from math import exp, log
 
 from weir.core.scheduling.orders import Cost
-from weir.units import NANOS_PER_SECOND, Millis, Nanos, Tokens
+from weir.units import NANOS_PER_SECOND, Nanos, Tokens
 
 _HALF_LIFE_NS = 10 * NANOS_PER_SECOND
 _BIAS_HALF_LIFE_NS = 30 * NANOS_PER_SECOND
 _BIAS_PER_S = 0.3
 _BIAS_MAX = log(4)
+_CAUTION_STEP, _CAUTION_PER_S, _CAUTION_MAX = 0.1, 0.3, log(2)
 _PREFILL_KEPT = 0.98
 """Of older measurements at each new one: about fifty count."""
 _SPREAD_MIN = 0.01
@@ -28,7 +30,7 @@ _PRIOR_WEIGHT = 0.25
 class ServiceRate:
     """Lane time per unit of cost and per request. prior_ns: a request's lane time; prior_cost: its cost, both > 0."""
 
-    __slots__ = ("_cost", "_last_ns", "_occupied_ns", "_prior_cost", "_prior_ns", "_requests")
+    __slots__ = ("_began_ns", "_cost", "_last_ns", "_occupied_ns", "_prior_cost", "_prior_ns", "_requests", "_running")
 
     def __init__(self, prior_ns: Nanos, prior_cost: Cost) -> None:
         self._prior_ns = _PRIOR_WEIGHT * prior_ns
@@ -36,6 +38,8 @@ class ServiceRate:
         self._occupied_ns = 0.0
         self._cost = 0.0
         self._requests = 0.0
+        self._running = 0
+        self._began_ns: Nanos = 0  # the sum over those that run
         self._last_ns: Nanos = 0
 
     def observe(self, cost: Cost, occupied_ns: Nanos, now_ns: Nanos) -> None:
@@ -45,15 +49,34 @@ class ServiceRate:
         self._cost += cost
         self._requests += 1
 
+    def began(self, now_ns: Nanos) -> None:
+        """A request took a lane."""
+        self._running += 1
+        self._began_ns += now_ns
+
+    def left(self, began_ns: Nanos) -> None:
+        """A request that took its lane then holds it no more."""
+        self._running -= 1
+        self._began_ns -= began_ns
+
     def lane_ns(self, cost: Cost, now_ns: Nanos) -> float:
         """Expected lane time of work of this cost."""
         self._decay(now_ns)
-        return cost * (self._occupied_ns + self._prior_ns) / (self._cost + self._prior_cost)
+        return cost * self._lengthened(now_ns) * (self._occupied_ns + self._prior_ns) / (self._cost + self._prior_cost)
 
     def request_ns(self, now_ns: Nanos) -> float:
         """Expected lane time of one request."""
         self._decay(now_ns)
+        return self._lengthened(now_ns) * self._ended_request_ns()
+
+    def _ended_request_ns(self) -> float:
         return (self._occupied_ns + self._prior_ns) / (self._requests + _PRIOR_WEIGHT)
+
+    def _lengthened(self, now_ns: Nanos) -> float:
+        """How much longer than what ended lately runs what runs now, on average so far; 1 at least."""
+        if not self._running:
+            return 1.0
+        return max(1.0, (now_ns - self._began_ns / self._running) / self._ended_request_ns())
 
     def _decay(self, now_ns: Nanos) -> None:
         if now_ns > self._last_ns:
@@ -67,15 +90,18 @@ class ServiceRate:
 class PrefillTime:
     """Time from dispatch to first output by input length: a line through what was measured lately, by decayed least squares.
 
-    A ratio would make a long input as slow, per token, as a short one, most of whose time is not its tokens'.
+    A ratio would make a long input as slow, per token, as a short one, most of whose time is not its tokens'. The line ends at
+    the longest input that was seen, and fades with a half-life of ten seconds: what was never measured, or not lately, drops
+    nobody, so that a wrong estimate meets evidence.
     """
 
-    __slots__ = ("_n", "_x", "_xx", "_xy", "_y")
+    __slots__ = ("_last_ns", "_longest", "_n", "_x", "_xx", "_xy", "_y")
 
     def __init__(self) -> None:
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self._n = self._x = self._y = self._xx = self._xy = self._longest = 0.0
+        self._last_ns: Nanos = 0
 
-    def observe(self, input_tokens: Tokens, took_ns: Nanos) -> None:
+    def observe(self, input_tokens: Tokens, took_ns: Nanos, now_ns: Nanos) -> None:
         """A dispatched request showed its first output after this long."""
         x, y = float(input_tokens), float(took_ns)
         self._n = self._n * _PREFILL_KEPT + 1
@@ -83,15 +109,41 @@ class PrefillTime:
         self._y = self._y * _PREFILL_KEPT + y
         self._xx = self._xx * _PREFILL_KEPT + x * x
         self._xy = self._xy * _PREFILL_KEPT + x * y
+        self._longest = max(self._longest * _PREFILL_KEPT, x)
+        self._last_ns = now_ns
 
-    def expected_ns(self, input_tokens: Tokens) -> Nanos:
-        """How long this input is expected to take; 0 before anything was measured, and never less than 0."""
+    def expected_ns(self, input_tokens: Tokens, now_ns: Nanos) -> Nanos:
+        """How long this input is expected to take at least; 0 before anything was measured, and never less than 0."""
         if not self._n:
             return 0
         mean_x, mean_y = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - mean_x * mean_x
         slope = max(0.0, (self._xy / self._n - mean_x * mean_y) / spread) if spread > mean_x * _SPREAD_MIN else 0.0
-        return int(max(0.0, mean_y + slope * (input_tokens - mean_x)))
+        line_ns = mean_y + slope * (min(input_tokens, self._longest) - mean_x)
+        return int(max(0.0, line_ns) * 0.5 ** ((now_ns - self._last_ns) / _HALF_LIFE_NS))
+
+
+class FloorPace:
+    """How fast the floor of a domain's order rises while somebody waits: how long a lead over it takes to be made up.
+
+    Requests that come later go before one whose flow is ahead; what waits now does not show them, this does.
+    """
+
+    __slots__ = ("_passed_ns", "_risen")
+
+    def __init__(self) -> None:
+        self._risen = 0.0
+        self._passed_ns = 0.0
+
+    def observe(self, risen: Cost, passed_ns: Nanos) -> None:
+        """The floor rose by so much, over a time in which somebody waited throughout."""
+        kept = 0.5 ** (passed_ns / _HALF_LIFE_NS)
+        self._risen = self._risen * kept + max(0, risen)
+        self._passed_ns = self._passed_ns * kept + passed_ns
+
+    def wait_ns(self, lead: Cost) -> float:
+        """Until the floor has risen by a lead; 0 while it was never seen to rise."""
+        return lead * self._passed_ns / self._risen if self._risen else 0.0
 
 
 class WaitBias:
@@ -120,7 +172,30 @@ class WaitBias:
         self._last_ns = now_ns
 
 
-def predicted_wait_ms(work: Cost, lanes: int, rate: ServiceRate, now_ns: Nanos) -> Millis:
-    """Time until an entry behind `work` starts on `lanes` ≥ 1 lanes that are all taken, rounded up."""
-    behind_ns = rate.request_ns(now_ns) + rate.lane_ns(work, now_ns)
-    return int(behind_ns / lanes / 1e6) + 1
+class Caution:
+    """A factor on every prediction of a domain, 1 … 2, that grows while admitted requests expire in its queue.
+
+    Predictions are right on average, and the more flows there are the wider they spread: this keeps what is admitted in vain to
+    a few in a thousand. It rises with each one, bounded per second, and fades with a half-life of thirty seconds.
+    """
+
+    __slots__ = ("_last_ns", "_log")
+
+    def __init__(self) -> None:
+        self._log = 0.0
+        self._last_ns: Nanos = 0
+
+    def factor(self, now_ns: Nanos) -> float:
+        """What predictions are multiplied by."""
+        return exp(self._log * 0.5 ** ((now_ns - self._last_ns) / _BIAS_HALF_LIFE_NS))
+
+    def expired(self, now_ns: Nanos) -> None:
+        """An admitted request waited in vain."""
+        passed_s = (now_ns - self._last_ns) / NANOS_PER_SECOND
+        self._log = min(log(self.factor(now_ns)) + min(_CAUTION_STEP, _CAUTION_PER_S * passed_s), _CAUTION_MAX)
+        self._last_ns = now_ns
+
+
+def predicted_wait_ms(work: Cost, lanes: int, rate: ServiceRate, now_ns: Nanos) -> float:
+    """Time until an entry behind `work` starts on `lanes` ≥ 1 lanes that are all taken."""
+    return (rate.request_ns(now_ns) + rate.lane_ns(work, now_ns)) / lanes / 1e6

@@ -24,12 +24,12 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What was charged for one dispatch. weight: of the flow then; lift: how often it had been lifted."""
+    """What was charged for one dispatch. weight: of the flow then; activation: how often it had become backlogged."""
 
     tenant: str
     cost: Cost
     weight: int
-    lift: int
+    activation: int
 
 
 class Order(Protocol):
@@ -63,8 +63,20 @@ class Order(Protocol):
         """It ended, and cost this. Each ticket is closed once."""
         ...
 
-    def work_before(self, tenant: str, own: Cost, others: Cost) -> Cost:
-        """Of the others' waiting work, about what goes before one more request of a tenant that has `own` waiting."""
+    def work_before(self, tenant: str, own: Cost, others: Cost, mean: Cost) -> Cost:
+        """Of the others' waiting work, about what goes before one more request of a tenant that has `own` waiting.
+
+        mean: the cost of one that waits.
+        """
+        ...
+
+    def lead(self, tenant: str, own: Cost) -> Cost:
+        """By how much the floor must rise until it is the turn of one more request of this tenant, in cost ÷ weight."""
+        ...
+
+    @property
+    def floor(self) -> Cost:
+        """What every backlogged flow had at least, in cost ÷ weight; it never falls by much."""
         ...
 
 
@@ -100,6 +112,15 @@ class ArrivalOrder:
     def close(self, ticket: Ticket, cost: Cost) -> None:
         """Nothing is counted."""
 
-    def work_before(self, tenant: str, own: Cost, others: Cost) -> Cost:
+    def work_before(self, tenant: str, own: Cost, others: Cost, mean: Cost) -> Cost:
         """Everything that waits goes before a newcomer."""
         return others
+
+    def lead(self, tenant: str, own: Cost) -> Cost:
+        """Nobody comes later and goes before."""
+        return 0
+
+    @property
+    def floor(self) -> Cost:
+        """Nothing is counted."""
+        return 0

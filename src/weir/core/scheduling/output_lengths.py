@@ -40,10 +40,10 @@ class _Histogram:
             self._halve()
 
     def _halve(self) -> None:
-        """Keep half of each bucket, and its mean."""
+        """Keep half of each bucket, and its mean; one that is alone stays, or rare long answers would be forgotten first."""
         pairs = list(zip(self.counts, self.sums, strict=True))
-        self.sums = [total * (count // 2) // count if count else 0 for count, total in pairs]
-        self.counts = [count // 2 for count, _ in pairs]
+        self.sums = [total * ((count + 1) // 2) // count if count else 0 for count, total in pairs]
+        self.counts = [(count + 1) // 2 for count, _ in pairs]
         self.observations = sum(self.counts)
 
     def total_up_to(self, limit: Tokens) -> Tokens:

@@ -130,10 +130,23 @@ class DomainQueue(Generic[Key]):
 
     def work_before(self, tenant: str) -> Cost:
         """The cost of what goes before one more request of this tenant, about."""
-        flow = self._flows.get(tenant)
-        own = flow.work if flow else 0
+        own = self._own_work(tenant)
         ahead = self.work_ahead if self._ahead else 0
-        return ahead + own + self._order.work_before(tenant, own, self._work - ahead - own)
+        mean = self._work // self._total if self._total else 0
+        return ahead + own + self._order.work_before(tenant, own, self._work - ahead - own, mean)
+
+    def lead(self, tenant: str) -> Cost:
+        """By how much the order's floor must rise until one more request of this tenant has its turn."""
+        return self._order.lead(tenant, self._own_work(tenant))
+
+    @property
+    def floor(self) -> Cost:
+        """The order's floor."""
+        return self._order.floor
+
+    def _own_work(self, tenant: str) -> Cost:
+        flow = self._flows.get(tenant)
+        return flow.work if flow else 0
 
     def refusal(self, tenant: str, size: Bytes) -> errors.WeirError | None:
         """Why one more entry of `size` bytes may not wait, or None."""
