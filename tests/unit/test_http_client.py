@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from contextlib import suppress
 
 import pytest
 from tests.unit.http_peer import LONG_MS, OK, Peer, Receiver, Run, get, http_client, peer_server
@@ -189,6 +190,28 @@ def test_connecting_is_bounded(run: Run) -> None:
             with _full_listener() as address, pytest.raises(ReplicaLost) as caught:
                 await client.request(get(f"http://127.0.0.1:{address}"), timeout_ms=LONG_MS)
             assert not caught.value.reached
+
+    run(main())
+
+
+def test_a_request_that_kills_its_server_at_once_has_reached_it(run: Run) -> None:
+    """Protects replicas from poison: sent on a kept connection, and the server is gone before a byte came back."""
+
+    async def main() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with suppress(asyncio.IncompleteReadError, ConnectionError):
+                while b"/poison" not in await reader.readuntil(b"\r\n\r\n"):
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+                server.close()
+                writer.transport.abort()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with http_client() as client:
+            await client.request(get(url, "/fine"), timeout_ms=LONG_MS)
+            with pytest.raises(ReplicaLost) as caught:
+                await client.request(get(url, "/poison"), timeout_ms=LONG_MS)
+            assert caught.value.reached
 
     run(main())
 

@@ -78,7 +78,7 @@ def events_of(timelines: Timelines, request_id: str = "it") -> list[str]:
 
 
 def test_the_oldest_request_is_forgotten_first_and_what_is_said_of_it_is_dropped() -> None:
-    """Protects memory: at most so many requests are kept, admitted and rejected together, and the ring says since when."""
+    """Protects memory: at most so many requests are kept, fewer of the rejected, and it is said since when all are there."""
     clock = ManualClock()
     timelines = Timelines(clock, 3)
     assert (len(timelines), timelines.since_ms) == (0, WALL_MS)
@@ -86,11 +86,14 @@ def test_the_oldest_request_is_forgotten_first_and_what_is_said_of_it_is_dropped
     for number in range(5):
         clock.now_ms = 10 * number + 1
         executions.append(admit(timelines, execution_of(f"id-{number}", arrived_ms=10 * number)))
-    assert (len(timelines), timelines.since_ms) == (3, WALL_MS + 20)
-    clock.now_ms = 50
-    timelines.rejected(msgspec.structs.replace(ASKED, request_id="refused"), LIMITED, None)
-    assert (len(timelines), timelines.since_ms) == (3, WALL_MS + 30)
-    for forgotten in executions[:3]:
+    assert (len(timelines), timelines.since_ms) == (3, WALL_MS + 11)
+    for number in range(50, 55):
+        clock.now_ms = number
+        timelines.rejected(msgspec.structs.replace(ASKED, request_id=f"refused-{number}"), LIMITED, None)
+    assert (len(timelines), timelines.since_ms) == (4, WALL_MS + 53)
+    assert timelines.of("refused-54") and not timelines.of("refused-53")
+    assert all(timelines.of(kept.id.request_id) for kept in executions[2:]), "a loop that is refused evicts nobody's execution"
+    for forgotten in executions[:2]:
         timelines.first_output(forgotten)
         timelines.considered(forgotten, Candidates())
         timelines.stepped(forgotten)

@@ -31,6 +31,9 @@ EVENTS_MAX = 32
 CANDIDATES_MAX = 8
 """Of one look at a pool: each costs half a microsecond of every dispatch."""
 
+_REJECTED_SHARE = 4
+"""One rejected request is kept for so many executions."""
+
 _REJECTED = 0
 """Stands for the execution's number where there is none."""
 
@@ -42,6 +45,7 @@ class WhyNot(StrEnum):
     """Why a replica could not take a request."""
 
     FULL = "full"
+    ON_TRIAL = "on trial"
     AVOIDED = "avoided"
     NOT_READY = "not ready"
 
@@ -83,13 +87,15 @@ def _candidate(replica: Replica, avoid: str | None) -> Candidate:
         return Candidate(replica.name, 0, running, None, WhyNot.NOT_READY)
     if replica.name == avoid:
         return Candidate(replica.name, replica.free, running, None, WhyNot.AVOIDED)
+    if not replica.free and running < lanes:
+        return Candidate(replica.name, 0, running, None, WhyNot.ON_TRIAL)
     if not replica.free:
         return Candidate(replica.name, 0, running, None, WhyNot.FULL)
     return Candidate(replica.name, replica.free, running, running / lanes)
 
 
 class DoorFigures(NamedTuple):
-    """The scheduling domain as the request met it. lanes: of ready replicas; waiting: admitted requests ahead of it."""
+    """The scheduling domain as the request met it. lanes: that can be used; waiting: admitted requests ahead of it."""
 
     lanes: int
     free: int
@@ -99,11 +105,13 @@ class DoorFigures(NamedTuple):
 
 @dataclass(slots=True)
 class _Timeline:
-    """told_at_ms and told_ns: both clocks when it began. attempt: the last dispatched. times: how often its id was rejected.
+    """number: rises as they are told. told_at_ms and told_ns: both clocks when it began. attempt: the last dispatched.
 
+    times: how often its id was rejected.
     events: time, name, and what the figures are read from when they are asked for.
     """
 
+    number: int
     asked: Acquire
     execution: int
     arrived_ns: Nanos
@@ -130,30 +138,54 @@ class _Timeline:
         self.events.append((at_ns, event, source))
 
 
-class Timelines:
-    """requests_max ≥ 1: executions and rejected requests that are kept. All methods are for the event loop."""
+class _Ring:
+    """The latest timelines by key; the oldest is forgotten first."""
 
-    def __init__(self, clock: Clock, requests_max: int) -> None:
-        self._clock = clock
-        self._requests_max = requests_max
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._kept: OrderedDict[_Key, _Timeline] = OrderedDict()
-        self._began_at_ms = clock.wall_ms()
-        self._has_forgotten = False
-
-    # ── asked ────────────────────────────────────────────────────────────────────────────────────────────────────────
+        self.forgot_until_ms: Millis | None = None  # when the latest that is forgotten was told of
 
     def __len__(self) -> int:
         return len(self._kept)
 
+    def get(self, key: _Key) -> _Timeline | None:
+        return self._kept.get(key)
+
+    def put(self, key: _Key, timeline: _Timeline) -> None:
+        self._kept.pop(key, None)
+        self._kept[key] = timeline
+        if len(self._kept) > self._most:
+            self.forgot_until_ms = self._kept.popitem(last=False)[1].told_at_ms
+
+    def of(self, request_id: str, tenant: str | None) -> list[_Timeline]:
+        return [kept for key, kept in self._kept.items() if key[1] == request_id and tenant in (None, key[0])]
+
+
+class Timelines:
+    """requests_max ≥ 1: executions that are kept, and a quarter as many rejected requests. Its methods are for the event loop."""
+
+    def __init__(self, clock: Clock, requests_max: int) -> None:
+        self._clock = clock
+        self._executions = _Ring(requests_max)
+        self._rejections = _Ring(max(1, requests_max // _REJECTED_SHARE))  # of its own: a refused loop evicts no execution
+        self._began_at_ms = clock.wall_ms()
+        self._told = 0
+
+    # ── asked ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def __len__(self) -> int:
+        return len(self._executions) + len(self._rejections)
+
     @property
     def since_ms(self) -> Millis:
-        """Wall-clock time since which every request that the coordinator decided on is kept."""
-        return next(iter(self._kept.values())).arrived_at_ms if self._has_forgotten else self._began_at_ms
+        """Wall-clock time after which every request that the coordinator decided on is kept."""
+        return max(ring.forgot_until_ms or self._began_at_ms for ring in (self._executions, self._rejections))
 
     def of(self, request_id: str, tenant: str | None = None) -> list[dict[str, Any]]:
-        """What is kept of a request id, of one tenant or of all, latest first: linear in the ring."""
-        found = [self._kept[key] for key in reversed(self._kept) if key[1] == request_id and tenant in (None, key[0])]
-        return [_shown(timeline) for timeline in found]
+        """What is kept of a request id, of one tenant or of all, latest first: linear in what is kept."""
+        found = self._rejections.of(request_id, tenant) + self._executions.of(request_id, tenant)
+        return [_shown(timeline) for timeline in sorted(found, key=lambda timeline: timeline.number, reverse=True)]
 
     # ── told at the door ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -161,9 +193,10 @@ class Timelines:
         """Everything was taken for a new execution."""
         now_ns = execution.admitted_ns
         began = (now_ns, "admitted", (execution.admit, taken, door))
-        self._keep(
-            execution.key,
+        self._executions.put(
+            (*execution.key, execution.id.execution),
             _Timeline(
+                self._next_number(),
                 execution.acquire,
                 execution.id.execution,
                 execution.arrived_ns,
@@ -185,16 +218,15 @@ class Timelines:
             "predicted_wait_ms": predicted_wait_ms,
         }
         arrived_ns, wall_ms = now_ns - asked.waited_ns, self._clock.wall_ms()
-        timeline = _Timeline(asked, _REJECTED, arrived_ns, now_ns, wall_ms, "rejected", [(now_ns, "rejected", figures)])
-        if before := self._kept.pop((*key, _REJECTED), None):
+        began = (now_ns, "rejected", figures)
+        timeline = _Timeline(self._next_number(), asked, _REJECTED, arrived_ns, now_ns, wall_ms, "rejected", [began])
+        if before := self._rejections.get((*key, _REJECTED)):
             timeline.times += before.times
-        self._keep(key, timeline)
+        self._rejections.put((*key, _REJECTED), timeline)
 
-    def _keep(self, key: tuple[str, str], timeline: _Timeline) -> None:
-        self._kept[*key, timeline.execution] = timeline
-        if len(self._kept) > self._requests_max:
-            self._kept.popitem(last=False)
-            self._has_forgotten = True
+    def _next_number(self) -> int:
+        self._told += 1
+        return self._told
 
     # ── told of an execution ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -271,7 +303,7 @@ class Timelines:
 
     def _timeline(self, execution: Execution) -> _Timeline | None:
         named = execution.id
-        return self._kept.get((named.tenant, named.request_id, named.execution))
+        return self._executions.get((named.tenant, named.request_id, named.execution))
 
     def _add(self, execution: Execution, event: str, source: Any) -> None:
         if (timeline := self._timeline(execution)) is not None:
