@@ -163,7 +163,7 @@ class _Ring:
 
 
 class Timelines:
-    """requests_max ≥ 1: executions that are kept, and a quarter as many rejected requests. Its methods are for the event loop."""
+    """requests_max ≥ 1: executions that are kept; of rejected requests a quarter as many. All methods are for the loop."""
 
     def __init__(self, clock: Clock, requests_max: int) -> None:
         self._clock = clock

@@ -8,8 +8,8 @@ weights.
 
 Invariants, for flows that stay backlogged and whose heads fit (property-tested).
   1. Their counters differ by at most U + slack + E, where U is the dearest single request ÷ weight and E the corrections, in
-     either direction, since the last turn of the flow that is ahead. The service that two of them got over any time then differs by at
-     most twice that, and by once that from a moment at which they were equal.
+     either direction, since the last turn of the flow that is ahead. The service that two of them got over any time then
+     differs by at most twice that, and by once that from a moment at which they were equal.
   2. No credit is saved up: a flow that becomes backlogged is lifted to the smallest counter among the backlogged, or to that
      of the flow which was the last to leave: its floor. What is given back for a dispatch before that takes it no lower.
 
