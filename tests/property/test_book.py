@@ -450,3 +450,39 @@ def test_posting_above_a_hold_is_a_bug(charge: Charge) -> None:
     book.take("hold", CALLER, Worst(10, 10, 60), ZERO)
     with pytest.raises(AssertionError):
         book.end("hold", charge, 0)
+
+
+def test_a_window_that_is_over_is_forgotten() -> None:
+    """Protects memory: a leaf keeps the present windows only, once nothing of an older one is held."""
+    book, worst = Book(), Worst(10, 10, 5)
+    scopes, leaf = CALLERS[0], CALLERS[0][-1]
+    for day in range(4):
+        taken = book.take(day, scopes, worst, Moment(day, T0_MS + day * 86_400_000))
+        book.end(day, NO_CHARGE, day)
+        assert set(vars(book)["_leaves"]["acme"][leaf].windows) == set(taken.windows)
+
+
+def test_what_was_used_is_not_given_back() -> None:
+    """Protects per-minute limits: a bucket returns what was taken and not used, and for a whole use nothing at all."""
+    book, worst = Book(), Worst(10, 10, 5)
+    book.configure({Scope("acme"): Limits(requests_per_minute=6, tokens_per_minute=120)}, {}, 0)
+    book.take("whole", CALLERS[0], worst, ZERO)
+    assert book.end("whole", Charge(10, 0, 10, 5, 0, False), 0) == ()
+    book.take("half", CALLERS[0], worst, ZERO)
+    assert book.end("half", Charge(10, 0, 0, 5, 0, False), 0) == (BucketTake(None, None, None, "tokens_per_minute", 10),)
+
+
+def test_what_is_forgiven_after_its_window_is_over_changes_nothing() -> None:
+    """Protects balances: a posted charge that is taken back when its day is gone leaves the present windows as they are."""
+    book, worst = Book(), Worst(10, 10, 5)
+    scopes = CALLERS[0]
+    first = book.take("first", scopes, worst, ZERO)
+    book.end("first", Charge(10, 0, 10, 5, 0, False), 0)
+    second = book.take("second", scopes, worst, Moment(1, T0_MS + 86_400_000))
+    book.end("second", Charge(10, 0, 10, 5, 0, False), 1)
+    gone = tuple(window for window in first.windows if window not in second.windows)
+    assert gone
+    account = vars(book)["_leaves"]["acme"][scopes[-1]]
+    before = {window: account.balance(window).spent_microusd for window in second.windows}
+    book.forgive(scopes, gone, 5, 20)
+    assert {window: account.balance(window).spent_microusd for window in second.windows} == before

@@ -145,10 +145,18 @@ class Stand:
         assert free == {LANES: LANES - taken, 1: min(1 - silent, LANES - taken), 0: 0}[usable]
 
 
-@given(st.lists(moves, max_size=120))
-def test_any_order_of_events_keeps_the_rules_and_success_brings_it_back(played: list[tuple[str, int]]) -> None:
+HALF_OPENED = [*FAILURES * [("take", 0), (LOST, 0), ("answer", 0)], ("wait", BACK_OFF_MS), ("answer", 0)]
+
+
+@given(st.sampled_from([[], HALF_OPENED]), st.lists(moves, max_size=120))
+def test_any_order_of_events_keeps_the_rules_and_success_brings_it_back(
+    before: list[tuple[str, int]], played: list[tuple[str, int]]
+) -> None:
     """Protects clients from a replica that fails: tried gently, a bounded back-off, full again after three good ones."""
     stand = Stand()
+    for move, number in before:
+        stand.play(move, number)
+    assert stand.state is (ReplicaState.HALF_OPEN if before else ReplicaState.READY)
     for move, number in played:
         stand.play(move, number)
         stand.check()
@@ -221,3 +229,17 @@ def test_what_ends_on_a_replica_that_takes_no_work_changes_nothing() -> None:
     replica.doubted()
     replica.answered(0)
     assert (replica.state, replica.usable) == (ReplicaState.READY, 2)
+
+
+def test_output_lets_the_next_trial_begin() -> None:
+    """Protects recovery: what ran before says nothing, a trial that speaks makes room for the next one."""
+    stand = Stand()
+    for move, number in [("take", 0), ("output", 0), *HALF_OPENED]:
+        stand.play(move, number)
+        stand.check()
+    stand.play("take", 0)
+    assert stand.replica.free == 0
+    stand.replica.showed_output(next(lane for lane in range(LANES) if lane not in stand.trials))
+    assert stand.replica.free == 0
+    stand.replica.showed_output(next(iter(stand.trials)))
+    assert stand.replica.free == 1

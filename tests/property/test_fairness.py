@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from weir.core.scheduling.fairness import FairOrder, TokenCosts
-from weir.core.scheduling.orders import Head, Ticket
+from weir.core.scheduling.orders import ArrivalOrder, Head, Ticket
 from weir.core.scheduling.queues import DomainQueue, Entry, QueueBounds
 
 DEAREST = 100
@@ -264,6 +264,31 @@ class ChurnMachine(RuleBasedStateMachine):
 
 ChurnMachine.TestCase.settings = settings(max_examples=60, deadline=None)
 TestChurnMachine = ChurnMachine.TestCase
+
+
+def test_what_goes_before_a_newcomer() -> None:
+    """Protects the door: the heads that came earlier and, for a flow that is ahead, the others' share until its turn."""
+    order = FairOrder({"light": 1, "busy": 1, "heavy": 4}.__getitem__, slack=10)
+    assert order.lead("unknown", 0) == 0 and order.work_before("unknown", 0, 0, 0) == 0
+    for number, tenant in enumerate(("light", "busy", "heavy")):
+        order.joined(tenant, Head(number, 0))
+    order.first()
+    assert order.work_before("unknown", 0, 10_000, 7) == 3 * 7
+    order.charge("light", 100)
+    assert order.lead("light", 0) == 90 and order.lead("heavy", 400) == 90 and order.lead("busy", 0) == 0
+    assert order.work_before("light", 0, 10_000, 0) == 5 * 100
+    assert order.work_before("light", 0, 300, 0) == 300
+    assert order.floor == 0
+
+
+def test_first_come_first_served_counts_nothing() -> None:
+    """Protects the baseline: everything that waits goes before a newcomer, whoever it is and whatever was charged."""
+    order = ArrivalOrder()
+    order.joined("a", Head(1, 0))
+    ticket = order.charge("a", 100)
+    assert order.correct(ticket, 50) == ticket
+    order.close(ticket, 50)
+    assert order.work_before("a", 0, 700, 10) == 700 and order.lead("a", 100) == 0 and order.floor == 0
 
 
 def test_quiet_flows_are_forgotten() -> None:

@@ -166,6 +166,11 @@ def test_a_domain_refuses_above_its_own_bounds() -> None:
         assert queue.refusal("initech", 10) is None
 
 
+def test_the_door_is_at_half_of_the_bound_of_waiting() -> None:
+    """Protects what is admitted from expiring at the bound, and a tiny bound from refusing everything."""
+    assert QueueBounds(wait_ms_max=5_000).door_ms_max == 2_500 and QueueBounds(wait_ms_max=1).door_ms_max == 1
+
+
 def test_a_tenant_is_refused_above_its_own_bound() -> None:
     """Protects other tenants: what waits for a second attempt counts in its tenant's entries, and leaves them with its end."""
     queue: DomainQueue[int] = DomainQueue(QueueBounds(entries_per_tenant_max=2))

@@ -117,14 +117,15 @@ class FairOrder:
             head = self._flows[entry[1]].head
             assert head is not None
             self._near.put(entry[1], (head.start_by_ns, head.number))
-        while (urgent := self._near.first()) is not None:
+        while True:  # bounded: the flow of the smallest counter is near
+            urgent = self._near.first()
+            assert urgent is not None
             tenant = urgent[1]
             counter = self._flows[tenant].counter
             if counter <= limit:
                 return tenant
             self._near.discard(tenant)
             self._far.put(tenant, counter)
-        raise AssertionError("the flow of the smallest counter is within the slack")
 
     def charge(self, tenant: str, cost: Cost) -> Ticket:
         """Prepay a dispatch."""
