@@ -381,6 +381,7 @@ def _loop_fault(cell: Cell, context: dict[str, Any]) -> None:
 
 
 def _log_state(replica: Replica, before: ReplicaState, why: str) -> None:
-    structlog.get_logger("weir.fleet").info(
-        "replica_state", replica=replica.name, before=before.value, now=replica.state.value, why=why
-    )
+    if before is not ReplicaState.STARTING:  # a start is announced as such
+        structlog.get_logger("weir.fleet").warning(
+            "replica_state", replica=replica.name, before=before.value, now=replica.state.value, why=why
+        )
