@@ -68,7 +68,7 @@ class CoordinatorConfig:
     delivery_step_tokens: Tokens = 256
     remembered_executions: int = 10_000  # ended ones kept in memory for look-ups; older ones come from the store
     fair_slack_tokens: Tokens = 1_000  # input tokens by which urgency may go before fairness; 0: never
-    explained_requests: int = 4_000  # timelines kept in memory, and a quarter as many of rejections: a few megabytes
+    explained_requests: int = 4_000  # timelines kept in memory, and a quarter as many of rejections: about 20 MB
     request_id_ms: Millis = 86_400_000  # how long an ended request id stays bound
     drain_grace_ms: Millis = 30_000
     retries_min: int = 3  # per pool and window: a quiet pool may retry too; with retry_percent 0, nothing above it

@@ -35,7 +35,10 @@ restart_backoff_ms = 100
 [coordinator]
 queue_wait_ms = 400
 remembered_executions = 100
+explained_requests = 100
 """
+WAITING = PLAIN.replace("queue_wait_ms = 400", "queue_wait_ms = 4000")
+"""The door learns that waiting is in vain here: a long bound leaves it room to let in."""
 SMALL_BUFFERS = PLAIN.replace(
     "[gateway]", "[gateway]\nstream_buffer_bytes = 16384\nsocket_buffer_bytes = 4608\nslow_client_grace_ms = 300"
 )
@@ -291,9 +294,14 @@ KINDS: dict[str, Kind] = {
     "disconnect": Kind("disconnect", "tenant", disconnected),
     "slow_client": Kind("slow_client", "tenant", not_reading, SMALL_BUFFERS, 32),
     "revoked": Kind("revoked", "tenant", revoked, round_max=LANES),
-    "queue_wait": Kind("queue_wait", "nobody", queued(None), round_max=200, refusals=("queue_wait_exceeded",)),
+    "queue_wait": Kind("queue_wait", "nobody", queued(None), WAITING, 50, ("queue_wait_exceeded",)),
     "deadline_queued": Kind(
-        "deadline", "nobody", queued(250), round_max=200, refusals=("deadline_infeasible", "deadline_unmeetable_now")
+        "deadline",
+        "nobody",
+        queued(250),
+        WAITING,
+        40,
+        ("deadline_infeasible", "deadline_unmeetable_now", "queue_wait_exceeded"),
     ),
     "deadline": Kind("deadline", "tenant", steadily(LONG, deadline_ms=150), refusals=("deadline_infeasible",)),
     "ledger_unavailable": Kind("ledger_unavailable", "platform", not_booked, IMPATIENT, LANES),

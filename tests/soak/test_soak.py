@@ -24,6 +24,7 @@ probe_ms = 100
 restart_backoff_ms = 100
 [coordinator]
 remembered_executions = 100
+explained_requests = 100
 """
 
 
