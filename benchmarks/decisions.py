@@ -12,9 +12,11 @@ import time
 from rich.console import Console
 from rich.table import Table
 
+from weir.core.routing.capacity import Need
+from weir.core.routing.prefixes import PrefixIndex, marks_within
 from weir.core.routing.replica import Replica, ReplicaEvent, ReplicaLimits
 from weir.core.scheduling.fairness import FairOrder, TokenCosts
-from weir.core.scheduling.feasibility import ServiceRate, predicted_wait_ms
+from weir.core.scheduling.feasibility import ServiceRate, TurnPace
 from weir.core.scheduling.orders import ArrivalOrder, Order, Ticket
 from weir.core.scheduling.output_lengths import OutputLengths
 from weir.core.scheduling.queues import DomainQueue, Entry, QueueBounds
@@ -32,11 +34,14 @@ class Stand:
     """A domain with a full fleet."""
 
     def __init__(self, order: Order, tenants: int, waiting: int, replicas: int) -> None:
-        self.random = random.Random(1)
+        drawn = random.Random(1)
+        self.draws = [drawn.getrandbits(30) for _ in range(DECISIONS)]  # before the clock runs
         self.queue: DomainQueue[int] = DomainQueue(WIDE, order)
         self.lengths, self.costs, self.rate = OutputLengths(), TokenCosts(), ServiceRate(10**9, 5_000)
         self.tenants = [f"tenant-{number}" for number in range(tenants)]
         self.replicas = [_ready(f"replica-{number}") for number in range(replicas)]
+        self.turns, self.index = TurnPace(), PrefixIndex()
+        self.prefixes = {tenant: _digests(tenant) for tenant in self.tenants}
         self.running: list[tuple[Ticket, Replica, int]] = []
         self.keys = 0
         for _ in range(waiting + replicas * CONCURRENCY):
@@ -46,39 +51,56 @@ class Stand:
 
     def arrive(self) -> None:
         """The door and the queue."""
-        tenant = self.tenants[self.random.randrange(len(self.tenants))]
         self.keys += 1
+        tenant = self.tenants[self.draws[self.keys % DECISIONS] % len(self.tenants)]
         assert self.queue.refusal(tenant, 500) is None
         self.queue.lead(tenant)
-        predicted_wait_ms(self.queue.work_before(tenant), len(self.replicas) * CONCURRENCY, self.rate, self.keys * 10**7)
+        self.turns.lane_ns(self.queue.work_before(tenant), self.now_ns)
+        self.turns.waits(len(self.replicas) * CONCURRENCY, self.now_ns)
         cost = self.costs.cost(500, 0, self.lengths.expected((tenant, "app", "revision"), 300, 128))
-        self.queue.push(Entry(tenant, self.keys, 500, cost, self.keys * 10**7))
+        need = Need(600, 500, self.prefixes[tenant], 2_000)
+        self.queue.push(Entry(tenant, self.keys, 500, cost, self.keys * 10**7, need))
+
+    @property
+    def now_ns(self) -> int:
+        """A request comes every ten milliseconds."""
+        return self.keys * 10**7
 
     def start(self) -> bool:
         """What starts now, where, and what it pays."""
-        start = next_start({"pool": self.queue}, {"pool": self.replicas})
+        start = next_start([self.queue], self.replicas, self.index)
         if start is None:
             return False
         ticket = self.queue.serve(start.waiting)
         assert ticket is not None
-        self.running.append((ticket, start.replica, start.replica.take_lane()))
+        replica, need = start.site.replica, start.waiting.need
+        self.turns.turn(ticket.cost, len(self.replicas) * CONCURRENCY, self.now_ns)
+        self.index.placed(replica.name, need.prefix, need.input_tokens)
+        self.running.append((ticket, replica, replica.take_lane(need.kv_tokens, need.input_tokens - start.site.cached_tokens)))
         return True
 
     def end(self) -> None:
         """One that runs ends."""
-        number = self.random.randrange(len(self.running))
+        draw = self.draws[-self.keys % DECISIONS]
+        number = draw % len(self.running)
         self.running[number], self.running[-1] = self.running[-1], self.running[number]
         ticket, replica, lane = self.running.pop()
-        output = self.random.randrange(1, 300)
+        output = 1 + draw % 300
         replica.free_lane(lane)
         self.lengths.observe((ticket.tenant, "app", "revision"), output)
         cost = self.costs.cost(500, 0, output)
-        self.rate.observe(cost, 10**9, self.keys * 10**7)
+        self.rate.observe(cost, 10**9, self.now_ns)
         self.queue.close(ticket, cost)
+
+
+def _digests(tenant: str) -> tuple[bytes, ...]:
+    """Every tenant has its own system prompt."""
+    return tuple(f"{tenant}-{mark}".encode() for mark in marks_within(2_000))
 
 
 def _ready(name: str) -> Replica:
     replica = Replica(name, "pool", ReplicaLimits(CONCURRENCY))
+    replica.room.kv_tokens_max = 600 * CONCURRENCY
     replica.advance(ReplicaEvent.ANSWERED)
     return replica
 

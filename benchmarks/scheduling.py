@@ -1,17 +1,17 @@
 """What the scheduler delivers, beside first come, first served in the same run: `make bench-scheduling`.
 
 Every row is a run of the simulator: the real coordinator, queues and journal, simulated engines, virtual time. Rows with the
-same load differ in the order between tenants only. The VTC paper's trace is read from the folder that `WEIR_TRACES` names;
-without one its rows are left out, which is said.
+same load differ in the order between tenants only, or in what else they name. Recorded traces are read from the folder that
+`WEIR_TRACES` names; without one their rows are left out, which is said.
 """
 
 import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -20,34 +20,24 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.fleet_runs import EIGHT_B, PATIENT, PATIENT_MS, Row, run
 from benchmarks.programs import ROOT
+from benchmarks.recorded import conversation_rows, noisy_rows
 from weir.config import CoordinatorConfig
 from weir.sim.runs.arrivals import Workload, drawn_workload
-from weir.sim.runs.experiment import RunSpec, simulate
+from weir.sim.runs.experiment import RunSpec
 from weir.sim.runs.outages import faults_of
 from weir.sim.runs.paces import engine_model
 from weir.sim.runs.policies import Policy
 from weir.sim.runs.traces import trace_workload
 
-SEED = 1
 PROMPT = CoordinatorConfig(queue_wait_ms=1_000)
 """Refuse at the door what would wait for more than half a second."""
-PATIENT = CoordinatorConfig(queue_wait_ms=86_400_000, queue_entries=100_000, queue_entries_per_tenant=100_000)
-"""Whoever comes waits, as in the VTC paper."""
 ANSWERS = "in=2000,out=300"
-EIGHT_B = "llama3.1-8b/h100_sxm/tp1"
-VTC_ENGINE = "linear:a=36.5,b=0.1,c=0.0005,d=0.05,kv=10000"
+VTC_ENGINE = "linear:a=35.8,b=0.1,c=0.0005,d=0.05,kv=10000"
 """A step time with which first come, first served gives the paper's 777 tokens a second."""
 LIGHT_REQUESTS_MAX = 50
 BACKLOGGED_S, WEIGHTED_S = 30, 600
-
-
-@dataclass(frozen=True)
-class Row:
-    """One run. title: of the load; the policy is shown beside it."""
-
-    title: str
-    spec: RunSpec
 
 
 def fleet(rate: float, replicas: int, *, faults: tuple[str, ...] = (), tenants: str = "4", for_s: float = 120) -> RunSpec:
@@ -69,37 +59,45 @@ def weighted() -> RunSpec:
     workload = drawn_workload("poisson:120,in=200..800,out=50..250,tenants=4")
     weights = {f"tenant-{number}": number for number in (1, 2, 3, 4)}
     spec = RunSpec(workload, engine_model("flat:2500"), WEIGHTED_S, 1, 64, weights=weights, coordinator=PATIENT)
-    return replace(spec, deadline_ms=86_400_000)
+    return replace(spec, deadline_ms=PATIENT_MS)
 
 
 def vtc(folder: Path) -> RunSpec:
     """The paper's trace on one replica with 10,000 tokens of KV memory."""
     workload: Workload = trace_workload(Path("lmsys_arena_vtc_27clients"), folder)
     spec = RunSpec(workload, engine_model(VTC_ENGINE), 600, 1, 24, noise_sigma=0.0, coordinator=PATIENT)
-    return replace(spec, deadline_ms=86_400_000)
+    return replace(spec, deadline_ms=PATIENT_MS)
 
 
-def rows() -> Iterator[Row]:
+def row(title: str, spec: RunSpec, told: Callable[[dict[str, Any]], str] | None = None) -> Row:
+    """A row that its order between tenants sets apart."""
+    return Row(title, spec.policy.value, spec, told or dispatches)
+
+
+def rows(folder: Path | None) -> Iterator[Row]:
     """Every load, under both orders where tenants compete."""
     for rate in (42, 60, 90, 120):
         for policy in Policy:
-            yield Row(f"mixed lengths, {rate}/s on two 8B replicas", replace(overload(rate), policy=policy))
+            yield row(f"mixed lengths, {rate}/s on two 8B replicas", replace(overload(rate), policy=policy))
     for policy in Policy:
         spec = fleet(200, 19, tenants="a:1/b:3")
-        yield Row("two tenants at 200/s, 19 replicas", replace(spec, policy=policy))
+        yield row("two tenants at 200/s, 19 replicas", replace(spec, policy=policy))
     for replicas in (19, 13, 12):
-        yield Row(f"100/s, {replicas} replicas", fleet(100, replicas))
-        yield Row(f"100/s, {replicas} replicas, one killed at 60 s", fleet(100, replicas, faults=("kill@60",)))
-    yield Row("weights 1 : 2 : 3 : 4", weighted())
-    if folder := os.environ.get("WEIR_TRACES"):
+        yield row(f"100/s, {replicas} replicas", fleet(100, replicas))
+        yield row(f"100/s, {replicas} replicas, one killed at 60 s", fleet(100, replicas, faults=("kill@60",)))
+    spec = weighted()
+    yield row("weights 1 : 2 : 3 : 4", spec, lambda document: f"service {by_weight(document, dict(spec.weights))}")
+    if folder is not None:
         for policy in Policy:
-            yield Row("VTC trace", replace(vtc(Path(folder)), policy=policy))
+            yield row("VTC trace", replace(vtc(folder), policy=policy), light_clients)
+        yield from conversation_rows(folder)
 
 
-def light_ttft_s(document: dict[str, Any]) -> float:
-    """TTFT p95 in seconds of clients with few requests: the median over them."""
+def light_clients(document: dict[str, Any]) -> str:
+    """TTFT p95 of clients with few requests: the median over them."""
     light = [slice_ for slice_ in document["tenants"].values() if slice_["offered"] <= LIGHT_REQUESTS_MAX]
-    return float(median(slice_["ttft_ms"]["p95"] for slice_ in light)) / 1_000
+    light_s = float(median(slice_["ttft_ms"]["p95"] for slice_ in light)) / 1_000
+    return f"{document['tokens_per_s']:.0f} tok/s, light clients {light_s:.1f} s"
 
 
 def by_weight(document: dict[str, Any], weights: dict[str, int]) -> str:
@@ -111,12 +109,8 @@ def by_weight(document: dict[str, Any], weights: dict[str, int]) -> str:
     return " : ".join(f"{weights[name] * amount / first:.3f}" for name, amount in served.items())
 
 
-def told(row: Row, document: dict[str, Any]) -> str:
-    """What is special about a row."""
-    if row.spec.weights:
-        return f"service {by_weight(document, dict(row.spec.weights))}"
-    if row.title == "VTC trace":
-        return f"{document['tokens_per_s']:.0f} tok/s, light clients {light_ttft_s(document):.1f} s"
+def dispatches(document: dict[str, Any]) -> str:
+    """Where there is nothing else to say."""
     most = max(document["dispatches"].values())
     return f"{document['dispatches_per_admitted']:.3f} dispatches a request, {most:,} on one replica"
 
@@ -128,20 +122,15 @@ def shown(row: Row, document: dict[str, Any]) -> tuple[str, ...]:
     tpot = total["tpot_ms"]["p95"]
     return (
         row.title,
-        row.spec.policy.value,
+        row.aspect,
         f"{total['admitted']:,} of {total['offered']:,}",
         f"{total['goodput']['requests'] / row.spec.duration_s:.1f}",
         f"{total['ttft_ms']['p95']:,.0f}",
         f"{tpot:.1f}",
         f"{failed}",
         f"{document['fairness_gap']['tokens']:,.0f}",
-        told(row, document),
+        row.told(document),
     )
-
-
-def run(row: Row) -> dict[str, Any]:
-    """In a process of its own."""
-    return simulate(row.spec, SEED)
 
 
 def main() -> int:
@@ -149,7 +138,7 @@ def main() -> int:
     table = Table(title="What the scheduler delivers")
     for title in (
         "load",
-        "order",
+        "",
         "admitted",
         "goodput/s",
         "TTFT p95, ms",
@@ -158,17 +147,20 @@ def main() -> int:
         "fairness gap",
         "",
     ):
-        table.add_column(title, justify="left" if title in ("load", "order", "") else "right")
-    every = list(rows())
+        table.add_column(title, justify="left" if title in ("load", "") else "right")
+    folder = Path(os.environ["WEIR_TRACES"]) if "WEIR_TRACES" in os.environ else None
+    every, said = list(rows(folder)), "WEIR_TRACES is not set: the recorded traces were left out"
     kept: list[dict[str, Any]] = []
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        for row, document in zip(every, pool.map(run, every), strict=True):
-            table.add_row(*shown(row, document))
-            kept.append({"title": row.title, **row.spec.document(), "result": document})
-    console = Console(width=200)
+        if folder is not None:
+            noisy, said = noisy_rows(folder, pool)
+            every += noisy
+        for each, document in zip(every, pool.map(run, [each.spec for each in every]), strict=True):
+            table.add_row(*shown(each, document))
+            kept.append({"title": each.title, "aspect": each.aspect, **each.spec.document(), "result": document})
+    console = Console(width=220)
     console.print(table)
-    if "WEIR_TRACES" not in os.environ:
-        console.print("WEIR_TRACES is not set: the VTC trace was left out")
+    console.print(said)
     results = ROOT / "bench-results"
     results.mkdir(exist_ok=True)
     path = results / f"scheduling-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"

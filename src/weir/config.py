@@ -1,18 +1,20 @@
 """Configuration: frozen sections, one per consumer, and the only reader of files and environment.
 
-A TOML file (`--config weir.toml`) has one table per section below. An unknown key, a wrong type or a value out of its range
-refuses to start, naming the path and what is accepted. What operators change while it runs (tenants, limits, prices) is not
-here.
+A TOML file (`--config weir.toml`) has one table per section below, and one per name of `pools`. An unknown key, a wrong type or
+a value out of its range refuses to start, naming the path and what is accepted. What operators change while it runs (tenants,
+limits, prices) is not here.
 """
 
 import os
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from weir import errors
 from weir.core.scheduling.queues import QueueBounds
+from weir.core.tenancy import ServiceClass
 from weir.units import Bytes, Millis, Tokens
 
 Section = TypeVar("Section")
@@ -20,6 +22,7 @@ Section = TypeVar("Section")
 _BOUNDS: dict[str, tuple[float, float]] = {
     "concurrency": (1, 65_536),
     "context_tokens": (16, 100_000_000),
+    "input_tokens_max": (1, 100_000_000),
     "max_output_tokens": (1, 100_000_000),
     "default_max_output_tokens": (1, 100_000_000),
     "typical_output_tokens": (1, 100_000_000),
@@ -27,15 +30,24 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "replicas": (1, 1_024),
     "backlog": (1, 65_535),
     "fair_slack_tokens": (0, 1_000_000),
+    "fair_burst_tokens": (0, 1_000_000),
     "explained_requests": (1, 100_000),
     "retention_days": (2, 36_500),
     "retries_min": (0, 65_536),
     "retry_percent": (0, 100),
+    "batch_share_percent": (1, 99),
+    "concurrency_min_percent": (1, 100),
 }
 """Accepted ranges by key; a key ending in _ms takes 1 ms … 1 day, _bytes 1 byte … 64 GiB, others 1 … 2^31."""
 
-_TEXTS = {"api_key_file": "a path", "url": "a PostgreSQL URL"}
-"""What a key that takes text accepts. Such a value is not quoted: it may hold a password."""
+_TEXTS = {
+    "api_key_file": "a path",
+    "url": "a PostgreSQL URL",
+    "tenant": "a tenant's name",
+    "urls": "an array of URLs, each once",
+    "service_classes": f"an array of {' or '.join(ServiceClass)}, each once",
+}
+"""What a key that takes text, or several, accepts. Such a value is not quoted: it may hold a password."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +76,13 @@ class CoordinatorConfig:
     queue_bytes: Bytes = 64 * 1024 * 1024
     queue_wait_ms: Millis = 5_000  # interactive work is better refused than late
     store_wait_ms: Millis = 2_000  # a write later than this fails what waits for it
+    batch_share_percent: int = 10  # of a pool that batch requests get while interactive ones wait too
+    concurrency_min_percent: int = 25  # of a replica's concurrency that adaptation leaves; 100: it never adapts
     group_ms: Millis = 5  # between the starts of two ledger writes: shorter costs CPU, longer delays whole answers
     delivery_step_tokens: Tokens = 256
     remembered_executions: int = 10_000  # ended ones kept in memory for look-ups; older ones come from the store
     fair_slack_tokens: Tokens = 1_000  # input tokens by which urgency may go before fairness; 0: never
+    fair_burst_tokens: int = 10_000  # input tokens that a tenant with little work may be behind, and catch up at once; 0: none
     explained_requests: int = 4_000  # timelines kept in memory, and a quarter as many of rejections: about 20 MB
     request_id_ms: Millis = 86_400_000  # how long an ended request id stays bound
     drain_grace_ms: Millis = 30_000
@@ -92,7 +107,8 @@ class LedgerConfig:
 class EngineConfig:
     """Bounds on engines, whatever their kind."""
 
-    idle_ms: Millis = 30_000  # silence after which a run is stalled
+    first_output_ms: Millis = 60_000  # silence before its first output after which a run is stalled: a prompt may be long
+    idle_ms: Millis = 30_000  # silence between outputs after which a run is stalled
     start_ms: Millis = 120_000  # from launch to listening
     probe_ms: Millis = 2_000  # between probes of a ready replica
     restart_backoff_ms: Millis = 1_000  # before a restart, or another try of a replica that failed: first; doubles to 30 s
@@ -112,6 +128,20 @@ class PoolConfig:
     typical_output_tokens: Tokens = 128
     threads: int | None = None
     second_model: bool = True  # llama.cpp: also alias `completion`, started on first use
+    service_classes: tuple[ServiceClass, ...] = tuple(ServiceClass)  # whose requests it takes
+    input_tokens_max: Tokens | None = None  # of one request that it takes; None: no bound
+
+
+@dataclass(frozen=True, slots=True)
+class FurtherPoolConfig:
+    """A pool beside the first, `[pools.NAME]`: it serves the same revision. concurrency: None for that of `[pool]`."""
+
+    replicas: int = 1
+    concurrency: int | None = None
+    tenant: str | None = None  # it is dedicated to this one
+    service_classes: tuple[ServiceClass, ...] = tuple(ServiceClass)
+    input_tokens_max: Tokens | None = None
+    urls: tuple[str, ...] = ()  # of its own engines, where `--engine` is a URL too
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +167,7 @@ class WeirConfig:
     ledger: LedgerConfig = field(default_factory=LedgerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     pool: PoolConfig = field(default_factory=PoolConfig)
+    pools: Mapping[str, FurtherPoolConfig] = field(default_factory=dict)
     store: StoreConfig = field(default_factory=StoreConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -162,12 +193,22 @@ def _section(cls: type[Section], table: dict[str, Any], path: str) -> Section:
         if key not in known:
             raise _refuse(where, f"one of {', '.join(known)}", "is unknown")
         if is_dataclass(types[key]):
-            if not isinstance(value, dict):
-                raise _refuse(where, "a table", "is not one")  # unquoted: an address may hold a password
-            values[key] = _section(types[key], value, f"{where}.")
+            values[key] = _section(types[key], _table(where, value), f"{where}.")
+        elif get_origin(types[key]) is Mapping:
+            values[key] = _named_sections(get_args(types[key])[1], _table(where, value), f"{where}.")
         else:
             values[key] = _value(where, key, types[key], value)
     return cls(**values)
+
+
+def _named_sections(cls: type[Section], table: dict[str, Any], path: str) -> dict[str, Section]:
+    return {name: _section(cls, _table(f"{path}{name}", inner), f"{path}{name}.") for name, inner in table.items()}
+
+
+def _table(where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _refuse(where, "a table", "is not one")  # unquoted: an address may hold a password
+    return value
 
 
 def _value(where: str, key: str, kind: Any, value: Any) -> Any:
@@ -179,10 +220,22 @@ def _value(where: str, key: str, kind: Any, value: Any) -> Any:
         if not isinstance(value, str) or not value:
             raise _refuse(where, _TEXTS[key], "is not one")
         return value
+    if get_origin(kind) is tuple:
+        return _texts(where, key, get_args(kind)[0], value)
     low, high = _bounds_of(key)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise _refuse(where, f"a whole number from {low} to {high}", f"is {value!r}")
     return value
+
+
+def _texts(where: str, key: str, kind: type[str], value: Any) -> tuple[str, ...]:
+    try:
+        texts = tuple(kind(text) for text in value) if isinstance(value, list) else ()
+    except ValueError:
+        texts = ()
+    if not texts or len(set(texts)) < len(texts) or list(texts) != value or "" in texts:
+        raise _refuse(where, _TEXTS[key], "is not one")
+    return texts
 
 
 def _bounds_of(key: str) -> tuple[float, float]:

@@ -6,7 +6,7 @@
     │   ├── UnsupportedField             400 unsupported_field      field
     │   ├── ConflictingFields            400 conflicting_fields     field
     │   ├── InputTooLong                 400 input_too_long         input_tokens, limit
-    │   ├── DeadlineInfeasible           400 deadline_infeasible    predicted_ms, deadline_ms
+    │   ├── DeadlineInfeasible           400 deadline_infeasible    field, accepted, deadline_ms
     │   ├── ExceedsLimitCapacity         400 exceeds_limit_capacity limit, scope, needed, capacity
     │   ├── RequestTooLarge              413 request_too_large      limit_bytes
     │   ├── Unauthenticated              401 unauthenticated

@@ -20,8 +20,19 @@ from weir.core.tenancy import ServiceClass
 from weir.units import Bytes, MicroDollars, Millis, Nanos, Tokens
 
 
+class ReplicaPace(msgspec.Struct, frozen=True):
+    """How fast an idle replica is, measured as it became ready: first output after first_ms + input_ms per uncached token."""
+
+    first_ms: float
+    input_ms: float
+    output_ms: float  # per output token after the first
+
+
 class ReplicaAddress(msgspec.Struct, frozen=True):
-    """Where a replica is reached and what it can do. capabilities were probed at readiness."""
+    """Where a replica is reached and what it can do. capabilities were probed at readiness.
+
+    kv_tokens: what its KV memory has room for, prompts and outputs of all that runs; None where it does not say.
+    """
 
     name: str
     pool: str
@@ -33,7 +44,10 @@ class ReplicaAddress(msgspec.Struct, frozen=True):
     counts_tokens: bool = False  # exact input counts through `Engine.count_input`
     continuous_usage: bool = False  # cumulative token counts on every chunk
     cache_salt: bool = False
+    cache_forbidden: bool = False  # it keeps prompts apart for nobody, so every call forbids it to reuse any
     api_key: str | None = None
+    kv_tokens: Tokens | None = None
+    pace: ReplicaPace | None = None
 
 
 # ── up: gateway → coordinator ────────────────────────────────────────────────────────────────────────────────────────
@@ -46,7 +60,10 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
 
 
 class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
-    """Ask for a grant. deadline_left_ms: time from now to the last token, ≥ 1. waited_ns: time since the request was read."""
+    """Ask for a grant. deadline_left_ms: time from now to the last token, ≥ 1. waited_ns: time since the request was read.
+
+    prefix: keyed digests of the prompt's beginnings, at the marks of `core/routing/prefixes.py`; empty where none are kept.
+    """
 
     ref: int
     request_id: str
@@ -70,15 +87,20 @@ class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
     deadline_left_ms: Millis
     waited_ns: Nanos
     session_key: str | None = None
+    prefix: tuple[bytes, ...] = ()
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """First output was handed to the client, or more delivery is wanted. delivered_max: the next step wanted, or None."""
+    """First output was handed to the client, or more delivery is wanted. delivered_max: the next step wanted, or None.
+
+    has_output: the engine's first output came, of an answer that is not streamed and is handed over whole.
+    """
 
     ref: int
     attempt: int
     first_output: bool = False
     delivered_max: Tokens | None = None
+    has_output: bool = False
 
 
 class AttemptUsage(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """What the platform tells its operators: metrics, and the set-up of structured logs. Never prompt or output text.
 
-Labels come from closed sets only (codes, statuses, finish reasons, workload classes, revisions, surfaces); tenants are never
-a label of a histogram. Label children are bound once and kept. Gauges are read from their owners when scraped.
+Labels come from closed sets only (codes, statuses, finish reasons, workload classes, revisions, pools, surfaces); tenants are
+never a label of a histogram. Label children are bound once and kept. Gauges are read from their owners when scraped.
 
     weir_requests_total{workload_class, revision, status, finish_reason}      ended requests
     weir_rejections_total{code}                                               refused before admission
@@ -18,8 +18,9 @@ a label of a histogram. Label children are bound once and kept. Gauges are read 
     weir_rolled_up_executions_total                                           past the retention, kept as sums only
     weir_unconfirmed_stops_total{revision}                                    engine did not confirm a stop within its bound
     weir_retries_total{revision}                                              failed attempts that were queued again
-    weir_requests_in_flight, weir_queue_entries, weir_open_holds, weir_journal_backlog,
-    weir_replicas{revision, state}, weir_lanes{revision, state}
+    weir_requests_in_flight, weir_open_holds, weir_journal_backlog, weir_queue_entries{revision, pool},
+    weir_replicas{revision, pool, state},
+    weir_lanes{revision, pool, state}                                         taken, free, withheld by adaptation
 """
 
 import logging

@@ -23,13 +23,15 @@ from weir.core.ledger.records import ExecutionId, Timing
 from weir.core.metering import Basis
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
-from weir.core.tenancy import Role
+from weir.core.tenancy import Role, ServiceClass
 from weir.messages import GenerationRecord
 from weir.ports import Acknowledgement, LedgerStore
 from weir.storage.memory import MemoryCatalog, MemoryLedger
 
 NOON_MS = 1_700_049_600_000  # 2023-11-15T12:00:00Z
 REVISION = Revision("small-1", EngineKind.SIMULATED, "row", 4_096, 1_024, 200, DEMO_PRICE)
+CAPABILITIES = {"cache_salt": True, "continuous_usage": False, "counts_tokens": True}
+PACE = {"first_ms": 2.5, "input_ms": 0.25, "output_ms": 10.0}
 MODELS = DeclaredModels((REVISION,), (Alias("assistant", "small-1", 256),), (Pool("small", "small-1", 1, 4),))
 
 
@@ -79,12 +81,15 @@ class StandingCell:
         return 2
 
     async def replicas(self) -> Sequence[ReplicaReport]:
-        capabilities = {"cache_salt": True, "continuous_usage": False, "counts_tokens": True}
         url = "http://127.0.0.1:9"
-        return [ReplicaReport("r-1", "small", "small-1", "simulated", "ready", url, "m", 4_096, 4, 1, capabilities)]
+        return [
+            ReplicaReport(
+                "r-1", "small", "small-1", "simulated", "ready", url, "m", 4_096, 4, 3, 1, CAPABILITIES, 8_192, 900, 700, PACE
+            )
+        ]
 
     async def pools(self) -> Sequence[PoolReport]:
-        return [PoolReport("small", "small-1", 1, 1, 4, 0, 1)]
+        return [PoolReport("small", "small-1", 1, 1, 4, 0, 1, tenant="acme", service_classes=(ServiceClass.BATCH,))]
 
     async def generation(self, tenant: str, request_id: str) -> GenerationRecord | None:
         if (tenant, request_id) != ("acme", "r:1"):

@@ -27,13 +27,18 @@ from weir.engines.packaged_models import smollm2_path
 from weir.engines.simulated_api import ServerSpec
 from weir.messages import ReplicaAddress
 from weir.ports import Delta, Engine, EngineCall, EngineEnd, EngineRun
+from weir.units import Tokens
 
 WAIT_S = 60
 SLOTS = 2
 CONTEXT_TOKENS = 1_024
+SIMULATED_KV_TOKENS = 4_096
 API_KEY = "secret-of-the-replica"
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 DONE = b"[DONE]"
+METRICS = (
+    b'vllm:cache_config_info{block_size="16",cache_dtype="auto",num_gpu_blocks="500",num_gpu_blocks_override="None"} 1.0\n'
+)
 
 
 class Sink:
@@ -87,14 +92,15 @@ class Sink:
 class UnderTest:
     """An implementation and one replica of it, probed. running: whether the replica runs anything in a lane. kill: lose it.
 
-    own_process: a killed replica refuses connections. confirms: `stopped` means that nothing runs, not merely that the
-    connection is gone, after which the engine stops by itself at its next step.
+    kv_tokens: what the replica has room for. own_process: a killed replica refuses connections. confirms: `stopped` means that
+    nothing runs, not merely that the connection is gone, after which the engine stops by itself at its next step.
     """
 
     engine: Engine
     replica: ReplicaAddress
     running: Callable[[int], Awaitable[bool]]
     kill: Callable[[], None]
+    kv_tokens: Tokens
     own_process: bool = True
     confirms: bool = False
 
@@ -231,8 +237,8 @@ class Wire:
         await self.raw(b"0\r\n\r\n")
 
     async def answer(self, status: int, content: Any) -> None:
-        """A whole JSON answer."""
-        body = msgspec.json.encode(content)
+        """A whole answer, of JSON where it is not bytes already."""
+        body = content if isinstance(content, bytes) else msgspec.json.encode(content)
         await self.raw(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body))
 
     def cut(self) -> None:
@@ -292,6 +298,7 @@ class ScriptedServer:
     dialect: str = "vllm"  # or "bare": completions and a list of models, nothing else
     split: int = 0
     line_end: bytes = b"\n"
+    metrics: bytes = METRICS
     url: str = ""
     requests: list[tuple[bytes, dict[str, Any]]] = field(default_factory=list)
     generating: int = 0
@@ -331,6 +338,7 @@ class ScriptedServer:
                 b"/version": {"version": "0.32.0"},
                 b"/v1/models": {"data": [card]},
                 b"/tokenize": {"count": words_of(body)},
+                b"/metrics": self.metrics,
             }
             await wire.answer(200 if path in answers else 404, answers.get(path, {}))
         else:
@@ -371,7 +379,7 @@ async def scripted(children: Children, fresh: bool) -> AsyncIterator[UnderTest]:
             return server.generating > 0
 
         try:
-            yield UnderTest(engine, await engine.probe(server.address()), running, server.kill, own_process=False)
+            yield UnderTest(engine, await engine.probe(server.address()), running, server.kill, 8_000, own_process=False)
         finally:
             await engine.aclose()
 
@@ -379,7 +387,7 @@ async def scripted(children: Children, fresh: bool) -> AsyncIterator[UnderTest]:
 @asynccontextmanager
 async def simulated_server(children: Children, fresh: bool) -> AsyncIterator[UnderTest]:
     """OpenAICompatibleEngine against a simulated engine's process."""
-    spec = ServerSpec(model="m", context_tokens=CONTEXT_TOKENS, concurrency=SLOTS, api_key=API_KEY)
+    spec = ServerSpec("m", CONTEXT_TOKENS, SLOTS, kv_tokens=SIMULATED_KV_TOKENS, api_key=API_KEY)
     child = (children.fresh if fresh else children.shared)("weir.engines.simulated_server", spec)
     address = ReplicaAddress("r", "p", "v", EngineKind.SIMULATED, child.url, "", 1, api_key=API_KEY)
     engine, control = OpenAICompatibleEngine(), HttpClient()
@@ -390,7 +398,7 @@ async def simulated_server(children: Children, fresh: bool) -> AsyncIterator[Und
         return float(line.split()[-1]) > 0
 
     try:
-        yield UnderTest(engine, await engine.probe(address), running, child.kill)
+        yield UnderTest(engine, await engine.probe(address), running, child.kill, SIMULATED_KV_TOKENS)
     finally:
         await engine.aclose()
         await control.aclose()
@@ -410,7 +418,7 @@ async def llamacpp(children: Children, fresh: bool) -> AsyncIterator[UnderTest]:
         return bool(msgspec.json.decode(answer.body)[lane]["is_processing"])
 
     try:
-        yield UnderTest(engine, await engine.probe(address), running, child.kill, confirms=True)
+        yield UnderTest(engine, await engine.probe(address), running, child.kill, SLOTS * CONTEXT_TOKENS, confirms=True)
     finally:
         await engine.aclose()
         await control.aclose()

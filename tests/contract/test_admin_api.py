@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.contract.admin_stand import REVISION, Stand, book_usage, standing
+from tests.contract.admin_stand import CAPABILITIES, PACE, REVISION, Stand, book_usage, standing
 
 from weir import errors
 from weir.api.admin_views import generation_view
@@ -34,10 +34,10 @@ async def stand() -> AsyncIterator[Stand]:
 
 async def test_a_tenants_life(stand: Stand) -> None:
     """Protects the tenant routes, from creation to revocation."""
-    body = {"name": "initech", "time_zone": "Europe/Berlin", "external_allowed": None, "weight": None}
+    body = {"name": "initech", "time_zone": "Europe/Berlin", "external_allowed": None, "weight": None, "leaves_its_pools": None}
     created = await stand.good("POST", "/admin/v1/tenants", body, 201)
     shape = {"time_zone": "Europe/Berlin", "disabled": False, "revoked": False, "external_allowed": False, "weight": 1}
-    assert created == {"name": "initech", **shape}
+    assert created == {"name": "initech", **shape, "leaves_its_pools": False}
     assert await stand.good("GET", "/admin/v1/tenants/initech") == created
     assert [one["name"] for one in (await stand.good("GET", "/admin/v1/tenants"))["tenants"]] == ["acme", "globex", "initech"]
     changed = await stand.good("PATCH", "/admin/v1/tenants/initech", {"disabled": True, "external_allowed": True, "weight": 3})
@@ -49,6 +49,16 @@ async def test_a_tenants_life(stand: Stand) -> None:
     assert stand.published[-1].tenants["initech"].revoked
     status, problem = await stand.bad("PATCH", "/admin/v1/tenants/initech", {"disabled": False})
     assert (status, problem["code"]) == (403, "revoked")
+
+
+async def test_a_tenant_is_told_whether_its_work_may_leave_its_pools(stand: Stand) -> None:
+    """Protects dedicated pools: work stays in them until it is said otherwise, at creation or later, and that is in force."""
+    created = await stand.good("POST", "/admin/v1/tenants", {"name": "initech", "leaves_its_pools": True}, 201)
+    assert created["leaves_its_pools"] is True is stand.published[-1].tenants["initech"].leaves_its_pools
+    kept = await stand.good("PATCH", "/admin/v1/tenants/initech", {"leaves_its_pools": False})
+    assert kept == created | {"leaves_its_pools": False}
+    assert (await stand.good("PATCH", "/admin/v1/tenants/initech", {"weight": 2}))["leaves_its_pools"] is False
+    assert stand.published[-1].tenants["initech"].leaves_its_pools is False
 
 
 async def test_a_tenants_weight_is_refused_with_its_range(stand: Stand) -> None:
@@ -81,6 +91,7 @@ BAD_INPUT: tuple[tuple[str, str, Any, str, str | None], ...] = (
     ("POST", "tenants", {"name": "x", "colour": 1}, "invalid_request", "colour"),
     ("POST", "tenants", {"name": "x", "time_zone": "Mars/Base"}, "invalid_request", "time_zone"),
     ("POST", "tenants", {"name": "x", "external_allowed": "yes"}, "invalid_request", "external_allowed"),
+    ("POST", "tenants", {"name": "x", "leaves_its_pools": 1}, "invalid_request", "leaves_its_pools"),
     ("POST", "tenants", {"name": "acme"}, "already_exists", None),
     ("PATCH", "tenants/acme", {"disabled": 1}, "invalid_request", "disabled"),
     ("PATCH", "tenants/acme", {"name": "x"}, "invalid_request", "name"),
@@ -452,10 +463,12 @@ async def test_the_cell_is_shown_as_it_stands(stand: Stand) -> None:
     budget = {"scope": {"tenant": "acme"}, "kind": "tokens_per_day", "limit": 99, "held": 7, "spent": 9}
     assert ledger == {"accounts": [flying, budget | {"resets_at": "2023-11-16T00:00:00.000Z"}], "open_holds": 2}
     [replica] = (await stand.good("GET", "/admin/v1/replicas"))["replicas"]
-    assert (replica["state"], replica["concurrency"], replica["running"]) == ("ready", 4, 1)
-    assert replica["capabilities"] == {"cache_salt": True, "continuous_usage": False, "counts_tokens": True}
+    lanes_and_room = ("concurrency", "allowed", "running", "kv_tokens", "kv_tokens_reserved", "prefill_tokens")
+    assert replica["state"] == "ready" and [replica[name] for name in lanes_and_room] == [4, 3, 1, 8_192, 900, 700]
+    assert (replica["capabilities"], replica["pace"]) == (CAPABILITIES, PACE)
     [pool] = (await stand.good("GET", "/admin/v1/pools"))["pools"]
     assert (pool["name"], pool["replicas"], pool["ready"]) == ("small", 1, 1)
+    assert (pool["tenant"], pool["service_classes"], pool["input_tokens_max"]) == ("acme", ["batch"], None)
     record = await stand.good("GET", "/admin/v1/generations/acme/r:1")
     assert (record["id"], record["status"], record["finish_reason"]) == ("gen-1", "failed", "engine_error")
     assert record["usage"]["output_tokens"] == 3 and record["usage"]["settlement"] == "posted"
@@ -481,6 +494,7 @@ async def test_the_audit_trail_pages_backwards_in_time(stand: Stand) -> None:
         await stand.good("POST", "/admin/v1/tenants", {"name": f"tenant-{number}"}, 201)
     newest = (await stand.good("GET", "/admin/v1/audit?limit=1"))["entries"]
     assert (newest[0]["subject"], newest[0]["at"]) == ("tenant-2", "2023-11-15T12:00:03.000Z")
-    assert newest[0]["summary"] == {"external_allowed": False, "time_zone": "UTC", "weight": 1}
+    chosen = {"external_allowed": False, "leaves_its_pools": False, "time_zone": "UTC", "weight": 1}
+    assert newest[0]["summary"] == chosen
     earlier = (await stand.good("GET", "/admin/v1/audit", params={"limit": 1, "before": newest[0]["at"]}))["entries"]
     assert earlier[0]["subject"] == "tenant-1"

@@ -22,7 +22,9 @@ AUDIT = AuditEntry(T0_MS, "ada", "tenant.create", "acme", '{"time_zone": "Europe
 FULL = CatalogChange(
     AUDIT,
     tenants=[
-        Tenant("acme", "Europe/Berlin", True, True, True, (FormerZone("UTC", T0_MS), FormerZone("Asia/Tokyo", T0_MS + 1)), 7),
+        Tenant(
+            "acme", "Europe/Berlin", True, True, True, (FormerZone("UTC", T0_MS), FormerZone("Asia/Tokyo", T0_MS + 1)), 7, True
+        ),
         Tenant("globex"),
     ],
     applications=[
@@ -40,6 +42,8 @@ FULL = CatalogChange(
     pools=[
         Pool("pool-1", "rev-1", 2, 4),
         Pool("pool-2", "rev-2", 0, 1, ("http://127.0.0.1:1",), on_demand=True, idle_stop_ms=5),
+        Pool("pool-3", "rev-1", 1, 8, tenant="acme", service_classes=(ServiceClass.BATCH,), input_tokens_max=INT64_MAX),
+        Pool("pool-4", "rev-1", 1, 8, service_classes=(ServiceClass.BATCH, ServiceClass.INTERACTIVE), input_tokens_max=1),
     ],
     limits=[
         (Scope("acme"), Limits(1, 2, 0, INT64_MAX, 3, 4, 5, 6, 7)),

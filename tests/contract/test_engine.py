@@ -81,6 +81,12 @@ async def test_input_is_counted_exactly(under_test: UnderTest, prompt: str | tup
         assert end.usage is not None and counted == end.usage.input_tokens
 
 
+async def test_the_room_of_its_kv_memory_is_found(under_test: UnderTest) -> None:
+    """Placement knows what fits a replica: its own figure, in tokens, which another probe does not change."""
+    assert under_test.replica.kv_tokens == under_test.kv_tokens
+    assert await under_test.engine.probe(under_test.replica) == under_test.replica
+
+
 async def test_a_repeated_prompt_is_not_cached(under_test: UnderTest) -> None:
     """No tenant's prompt speeds up another's, whatever lane it ran in."""
     for lane in (0, 0, 1):

@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 from tests.contract.engine_servers import (
     CONTEXT_TOKENS,
     DONE,
     HEAD,
+    METRICS,
     ScriptedServer,
     Sink,
     Wire,
@@ -33,11 +35,16 @@ CONVERSATION = (Message("system", "Be brief."), Message("user", "Count to ten, p
 
 
 async def _run_script(
-    script: Callable[[Wire, dict[str, Any]], Awaitable[None]], *, chat: bool = True, idle_ms: int = 20_000, **server: Any
+    script: Callable[[Wire, dict[str, Any]], Awaitable[None]],
+    *,
+    chat: bool = True,
+    first_output_ms: int = 20_000,
+    idle_ms: int = 20_000,
+    **server: Any,
 ) -> Sink:
     """One generation against a script."""
     async with ScriptedServer(script, **server).running() as running:
-        engine = OpenAICompatibleEngine(idle_ms=idle_ms)
+        engine = OpenAICompatibleEngine(first_output_ms=first_output_ms, idle_ms=idle_ms)
         sink = Sink()
         run = engine.start(EngineCall(running.address(model="m"), 0, "zebra", chat, 9, Sampling()), sink)
         await sink.end()
@@ -230,33 +237,64 @@ async def test_the_engines_numbers_of_a_refusal() -> None:
     assert end.fault is not None and dict(end.fault.members) == {"n_prompt_tokens": 9, "n_ctx": 5}
 
 
-@pytest.mark.parametrize("when", ["before the head", "before a chunk", "after a chunk", "behind comments"])
-async def test_silence(when: str) -> None:
-    """Silence beyond the bound is Stalled, in every phase; comments are no sign of life."""
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("noise", ["nothing", "comments", "roles", "empty chunks"])
+async def test_silence(begun: bool, noise: str) -> None:
+    """Silence beyond the bound is Stalled, before the first output and after it; what carries no output is silence too."""
     gone = asyncio.Event()
+    chunks: dict[str, dict[str, Any]] = {"roles": ROLE, "empty chunks": {"choices": []}}
 
     async def script(wire: Wire, body: dict[str, Any]) -> None:
-        await wire.raw(b"" if when == "before the head" else HEAD)
-        if when == "after a chunk":
+        await wire.raw(HEAD if begun or noise != "nothing" else b"")
+        if begun:
             await wire.events(_chat("a"))
         try:
             while not wire.is_cut:  # bounded by the client's patience
                 await asyncio.sleep(0.01)
-                if when == "behind comments":
-                    await wire.raw(b"3\r\n:\n\n\r\n")
+                await wire.events(*([chunks[noise]] if noise in chunks else []))
+                await wire.raw(b"3\r\n:\n\n\r\n" if noise == "comments" else b"")
         finally:
             gone.set()
 
-    [end] = (await _run_script(script, idle_ms=150)).ends
+    first_output_ms, idle_ms = (60_000, 150) if begun else (150, 60_000)
+    [end] = (await _run_script(script, first_output_ms=first_output_ms, idle_ms=idle_ms)).ends
     assert type(end.fault) is Stalled
     assert gone.is_set()
+
+
+@pytest.mark.parametrize("hidden", [{"reasoning_content": "hm"}, {"reasoning": "hm"}, {"tool_calls": [{"index": 0}]}])
+async def test_output_that_is_not_relayed_is_no_silence(hidden: dict[str, Any]) -> None:
+    """An engine that reasons, or calls a tool, works: it is not stalled, though its client is shown none of that."""
+
+    async def script(wire: Wire, body: dict[str, Any]) -> None:
+        await wire.raw(HEAD)
+        for _ in range(40):
+            await asyncio.sleep(0.02)
+            await wire.events({"choices": [{"index": 0, "delta": hidden, "finish_reason": None}]})
+        await wire.events(_chat("a"), STOPPED, USAGE, DONE)
+        await wire.end()
+
+    sink = await _run_script(script, first_output_ms=500, idle_ms=500)
+    assert sink.ends[0].reason is FinishReason.STOP and sink.text == "a"
+
+
+async def test_a_first_output_may_take_longer_than_the_next() -> None:
+    """A long prompt that is read in silence is no stall."""
+
+    async def script(wire: Wire, body: dict[str, Any]) -> None:
+        await wire.raw(HEAD)
+        await asyncio.sleep(0.6)
+        await wire.events(_chat("a"), STOPPED, USAGE, DONE)
+        await wire.end()
+
+    assert (await _run_script(script, idle_ms=150)).ends[0].reason is FinishReason.STOP
 
 
 async def test_a_paused_run_is_not_silent() -> None:
     """The bound of silence doesn't run while we ourselves don't read."""
 
     async with ScriptedServer(_stream(_chat("a"), STOPPED, USAGE, DONE)).running() as server:
-        engine = OpenAICompatibleEngine(idle_ms=300)
+        engine = OpenAICompatibleEngine(first_output_ms=300, idle_ms=300)
         sink = Sink()
         run = engine.start(EngineCall(server.address(), 0, "x", True, 9, Sampling()), sink)
         run.pause()
@@ -322,7 +360,12 @@ async def test_probing_vllm() -> None:
         server.url += "/v1/"
         found = await engine.probe(server.address())
         assert found == server.address(
-            model="m", context_tokens=CONTEXT_TOKENS, counts_tokens=True, continuous_usage=True, cache_salt=True
+            model="m",
+            context_tokens=CONTEXT_TOKENS,
+            counts_tokens=True,
+            continuous_usage=True,
+            cache_salt=True,
+            kv_tokens=8_000,
         )
         with pytest.raises(EngineError):
             await engine.probe(server.address(model="another"))
@@ -337,6 +380,56 @@ async def test_probing_a_bare_server() -> None:
         address = server.address(model="m", context_tokens=9)
         assert await engine.probe(address) == address
         assert await engine.count_input(address, "a", False) is None
+        await engine.aclose()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "kv_tokens"),
+    [
+        (METRICS, 8_000),
+        (b"# TYPE vllm:cache_config_info gauge\r\n" + METRICS + METRICS.replace(b"500", b"700"), 19_200),
+        (b'vllm:cache_config_info{num_gpu_blocks="3",block_size="32"}', 96),
+        (METRICS + METRICS.replace(b'"500"', b'"None"'), None),
+        (METRICS.replace(b"block_size", b"hash_block_size"), None),
+        (METRICS.replace(b"500", b"0"), None),
+        (METRICS.replace(b"500", b"5" * 13), None),
+        (METRICS.replace(b"}", b""), None),
+        (b"python_info{} 1.0\n", None),
+        (b"\xff\x00", None),
+        (METRICS + b"#" * 2_000_000, None),
+        (b"", None),
+    ],
+)
+async def test_the_room_that_metrics_tell_of(metrics: bytes, kv_tokens: int | None) -> None:
+    """Blocks times their size, of all engines of a server; anything broken, missing or without a bound is unknown, no fault."""
+    async with ScriptedServer(metrics=metrics).running() as server:
+        engine = OpenAICompatibleEngine()
+        assert (await engine.probe(server.address())).kv_tokens == kv_tokens
+        await engine.aclose()
+
+
+async def test_metrics_that_do_not_come_are_no_fault() -> None:
+    """A server whose metrics hang, or break off, is as healthy as before; once it told its room, it is not asked again."""
+
+    class _Hanging(ScriptedServer):
+        hangs = True
+
+        async def _answer(self, path: bytes, wire: Wire, body: dict[str, Any]) -> None:
+            if path != b"/metrics":
+                await super()._answer(path, wire, body)
+            elif not self.hangs:
+                wire.cut()
+
+    server = _Hanging()
+    async with server.running():
+        engine = OpenAICompatibleEngine(probe_ms=300)
+        assert (await engine.probe(server.address())).kv_tokens is None
+        server.hangs = False
+        found = await engine.probe(server.address())
+        assert found.kv_tokens is None
+        asked = len(server.requests)
+        assert (await engine.probe(msgspec.structs.replace(found, kv_tokens=5))).kv_tokens == 5
+        assert not any(b"/metrics" in head for head, _ in server.requests[asked:])
         await engine.aclose()
 
 

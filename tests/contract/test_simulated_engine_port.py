@@ -213,9 +213,10 @@ def test_a_probe_tells_what_the_replica_can_do() -> None:
     """Readiness finds the capabilities and the window."""
 
     async def main() -> None:
-        engine = _engine(context_tokens=4_096)
+        engine = _engine(context_tokens=4_096, kv_tokens=8_007)
         found = await engine.probe(A)
         assert (found.context_tokens, found.counts_tokens, found.continuous_usage) == (4_096, True, True)
+        assert found.kv_tokens == 8_000
         assert (found.name, found.cache_salt) == ("a", False)
         assert await engine.count_input(A, (Message("user", "hello"),), True) == 9
 

@@ -22,6 +22,7 @@ from tests.contract.engine_servers import Sink
 from weir.core.registry.model import EngineKind
 from weir.core.request import Sampling
 from weir.engines.openai_compatible import OpenAICompatibleEngine
+from weir.errors import Stalled
 from weir.messages import ReplicaAddress
 from weir.ports import EngineCall
 
@@ -293,6 +294,19 @@ def test_faults_are_ordered_and_taken_back_while_it_runs() -> None:
             server.wait_metric("num_requests_running", 0)
             assert server.ask("PUT", "/faults", {}) == (200, {})
             assert _is_completed(client)
+
+
+@pytest.mark.parametrize(
+    ("faults", "first_output_ms", "idle_ms"), [({"stalled": True}, 300, 60_000), ({"stall_marker": "sleepy"}, 60_000, 300)]
+)
+async def test_a_stall_is_noticed_before_the_first_token_and_after_it(faults: Any, first_output_ms: int, idle_ms: int) -> None:
+    """A replica that computes nothing more is a stalled one to its client, with the bound of where it stalled."""
+    with _serving(faults=faults) as server:
+        address = ReplicaAddress("r", "p", "v", EngineKind.SIMULATED, server.url, "tiny", 1_000, api_key=KEY)
+        engine, sink = OpenAICompatibleEngine(first_output_ms=first_output_ms, idle_ms=idle_ms), Sink()
+        engine.start(EngineCall(address, 0, "sleepy", True, 9, Sampling()), sink)
+        assert type((await sink.end()).fault) is Stalled and bool(sink.deltas) is ("stall_marker" in faults)
+        await engine.aclose()
 
 
 def test_connections_are_refused_for_a_while() -> None:

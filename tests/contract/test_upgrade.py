@@ -16,8 +16,8 @@ from tests.contract.stores import T0_MS
 from tests.postgres_server import shared_server
 
 from weir.core.metering import Price
-from weir.core.registry.model import RevisionPrice
-from weir.core.tenancy import Tenant
+from weir.core.registry.model import Pool, RevisionPrice
+from weir.core.tenancy import ServiceClass, Tenant
 from weir.core.windows import FormerZone
 from weir.ports import AuditEntry, CatalogChange, ControlStore, LedgerStore, UsageQuery
 from weir.storage import database
@@ -133,6 +133,34 @@ ROWS_OF_THE_SECOND: list[tuple[str, Mapping[str, Any]]] = [
 ]
 
 
+ROWS_OF_THE_THIRD: list[tuple[str, Mapping[str, Any]]] = [
+    (
+        "tenant",
+        {
+            "name": "initech",
+            "time_zone": "UTC",
+            "disabled": False,
+            "revoked": False,
+            "external_allowed": False,
+            "former_time_zones": "[]",
+            "weight": 7,
+        },
+    ),
+    (
+        "pool",
+        {
+            "name": "pool-1",
+            "revision": "rev-1",
+            "replicas": 2,
+            "concurrency": 4,
+            "urls": '["http://127.0.0.1:1"]',
+            "on_demand": False,
+            "idle_stop_ms": 600_000,
+        },
+    ),
+]
+
+
 def _write_as_the_first_schema(connection: Connection) -> None:
     _upgrade(connection, "0001")
     connection.execute(sa.text("UPDATE cell SET epoch = 1, last_seq = 5"))
@@ -143,6 +171,12 @@ def _write_as_the_second_schema(connection: Connection) -> None:
     _write_as_the_first_schema(connection)
     _upgrade(connection, "0002")
     _insert(connection, ROWS_OF_THE_SECOND)
+
+
+def _write_as_the_third_schema(connection: Connection) -> None:
+    _write_as_the_second_schema(connection)
+    _upgrade(connection, "0003")
+    _insert(connection, ROWS_OF_THE_THIRD)
 
 
 def _upgrade(connection: Connection, schema: str) -> None:
@@ -209,6 +243,29 @@ async def test_tenants_of_the_second_schema_get_a_weight_of_one(opening: Any, tm
         heavier = replace(globex, weight=1_000)
         await catalog.apply(loaded.version, CatalogChange(AuditEntry(T0_MS, "ada", "tenant.patch", "globex", "{}"), [heavier]))
         assert (await catalog.load()).tenants == [acme, heavier]
+        report = await ledger.verify()
+        assert report.is_clean and (report.holds, report.open_holds) == (2, 1)
+    finally:
+        await ledger.aclose()
+        await catalog.aclose()
+
+
+@pytest.mark.parametrize("opening", [_sqlite, _postgres])
+async def test_pools_of_the_third_schema_stay_shared_and_take_everything(opening: Any, tmp_path: Path) -> None:
+    """Protects pools and tenants through an upgrade: nobody gains or loses a pool, and one can be dedicated."""
+    ledger, catalog = await opening(tmp_path, _write_as_the_third_schema)
+    try:
+        initech, pool = Tenant("initech", weight=7), Pool("pool-1", "rev-1", 2, 4, ("http://127.0.0.1:1",))
+        loaded = await catalog.load()
+        assert (loaded.tenants[-1], loaded.pools) == (initech, [pool])
+        assert (pool.tenant, pool.service_classes, pool.input_tokens_max) == (None, tuple(ServiceClass), None)
+        assert not any(tenant.leaves_its_pools for tenant in loaded.tenants)
+        leaving = replace(initech, leaves_its_pools=True)
+        kept = replace(pool, tenant="initech", service_classes=(ServiceClass.BATCH,), input_tokens_max=9)
+        audit = AuditEntry(T0_MS, "ada", "models.register", "pool-1", "{}")
+        await catalog.apply(loaded.version, CatalogChange(audit, [leaving], pools=[kept]))
+        changed = await catalog.load()
+        assert (changed.tenants[-1], changed.pools) == (leaving, [kept])
         report = await ledger.verify()
         assert report.is_clean and (report.holds, report.open_holds) == (2, 1)
     finally:

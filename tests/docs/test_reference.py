@@ -17,7 +17,7 @@ from weir.api import generations, openai
 from weir.api.admin_tables import USAGE_FORMATS, USAGE_SUMS
 from weir.api.wire import members_of
 from weir.cli.main import ENTRIES, command_line
-from weir.config import WeirConfig, load_config
+from weir.config import FurtherPoolConfig, WeirConfig, load_config
 from weir.core.endings import Availability, EndingRule, FinishReason, ending
 from weir.core.ledger.book import Book
 from weir.core.metering import Worst
@@ -39,10 +39,15 @@ NO_CLIENTS = ("weir up", "weir generate", "weir ledger verify", "weir sim run")
 # ── configuration ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+UNSET = {"pool.input_tokens_max": "none", "pools.NAME.concurrency": "as pool"}
+"""What the page calls the absence of a value, where that is not what it says of other keys."""
+
+
 def settings() -> dict[str, Any]:
-    """Every key with its default."""
+    """Every key with its default; NAME stands for a further pool's."""
     config = WeirConfig()
     sections = {section.name: getattr(config, section.name) for section in fields(config)}
+    sections = {"pools.NAME" if name == "pools" else name: section or FurtherPoolConfig() for name, section in sections.items()}
     return {f"{name}.{key.name}": getattr(section, key.name) for name, section in sections.items() for key in fields(section)}
 
 
@@ -51,13 +56,13 @@ def test_every_setting_is_documented_with_its_default() -> None:
     documented = {name_in(row[0]): row[1] for row in table(CONFIGURATION, "key")}
     assert column(CONFIGURATION, "key") == list(settings())
     for key, default in settings().items():
-        shown = "kind" if key.startswith("pool.") else "none"
+        shown = UNSET.get(key, "kind" if key.startswith("pool.") else "none")
         assert documented[key] == (shown if default is None else msgspec.json.encode(default).decode())
 
 
 def accepts(path: Path, key: str, value: str) -> bool:
     """Whether a configuration with this one key is accepted."""
-    section, _, name = key.partition(".")
+    section, _, name = key.rpartition(".")
     path.write_text(f"[{section}]\n{name} = {value}\n", encoding="utf-8")
     try:
         load_config(path)
@@ -70,7 +75,11 @@ def accepts(path: Path, key: str, value: str) -> bool:
 def test_the_documented_range_is_accepted_and_nothing_beyond(tmp_path: Path, row: list[str]) -> None:
     """Protects operators from a page that promises another range than the start accepts."""
     key, path = name_in(row[0]), tmp_path / "weir.toml"
-    if row[3] in ("true or false", "a path", "a PostgreSQL URL"):
+    if row[3] in ("interactive, batch", "URLs"):
+        assert accepts(path, key, '["batch", "interactive"]')
+        assert not any(accepts(path, key, wrong) for wrong in ("[]", "[1]", '"batch"', '["batch", "batch"]'))
+        return
+    if row[3] in ("true or false", "a path", "a PostgreSQL URL", "a tenant's name"):
         assert accepts(path, key, "true" if row[3] == "true or false" else '"file"')
         assert not accepts(path, key, "1")
         return

@@ -15,6 +15,6 @@ def test_every_field_fault_and_metric_is_documented() -> None:
     """Protects whoever starts the engine by hand from fields, faults and metrics that are not there, or not told."""
     assert column(PAGE, "field") == [field.name for field in msgspec.structs.fields(ServerSpec)]
     assert column(PAGE, "fault") == [field.name for field in msgspec.structs.fields(FaultOrder)]
-    shown = exposition("m", ReplicaLoad(0, 0, 0, 0, 0.0, 0, 0, 0))
+    shown = exposition("m", ReplicaLoad(0, 0, 0, 0, 0.0, 0, 0, 0, 16))
     names = [line.split("{")[0] for line in shown.splitlines() if not line.startswith("#")]
     assert names and all(f"`{name}`" in text_of(PAGE) for name in names)

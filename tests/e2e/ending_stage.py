@@ -145,10 +145,10 @@ class Stage:
         await self.admin("DELETE", f"tenants/{caller.tenant}/applications/app/keys/{caller.key_id}")
 
     async def metrics(self) -> dict[str, float]:
-        """Every sample by its name with labels; the revision is left out."""
+        """Every sample by its name with labels; revision and pool are left out."""
         text = (await ask(self.cell.ready["metrics"], "/metrics")).body.decode()
         samples = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-        return {re.sub(r',?revision="[^"]*",?', "", name).replace("{}", ""): float(value) for name, value in samples}
+        return {re.sub(r',?(?:revision|pool)="[^"]*",?', "", name).replace("{}", ""): float(value) for name, value in samples}
 
     async def usage(self, tenant: str) -> list[dict[str, Any]]:
         """Usage rows of a tenant by status."""

@@ -22,6 +22,7 @@ CONFIG = f"""
 [pool]
 concurrency = {LANES}
 [engine]
+first_output_ms = 700
 idle_ms = 700
 probe_ms = 100
 [gateway]

@@ -62,8 +62,9 @@ def test_labels_come_from_closed_sets(account: Account) -> None:
         "workload_class": {"short", "long", "batch"},
         "kind": {"input", "cached_input", "output"},
         "payer": {"tenant", "platform"},
-        "state": {"taken", "free", "starting", "ready", "suspect", "half_open", "draining", "stopped", "failed"},
+        "state": {"taken", "free", "withheld", "starting", "ready", "suspect", "half_open", "draining", "stopped", "failed"},
         "revision": {account.cell.ready["aliases"][0]["model_revision"]},
+        "pool": {"assistant"},
     }
     for sample in metrics(account.cell):
         name, labels = labels_of(sample)

@@ -24,6 +24,7 @@ CONFIG = """
 [pool]
 concurrency = 2
 [engine]
+first_output_ms = 500
 idle_ms = 500
 probe_ms = 100
 restart_backoff_ms = 1

@@ -68,6 +68,14 @@ async def test_an_answer_is_streamed(stage: Stage) -> None:
     await stage.check_ended(caller, "it", str(shown.reason), "tenant", shown)
 
 
+async def test_its_room_and_pace_are_known_before_the_first_request(stage: Stage) -> None:
+    """Two slots of 2,048 tokens, and figures of a small model on a CPU: reading a token is cheaper than writing one."""
+    [replica] = (await stage.admin("GET", "replicas"))["replicas"]
+    pace = replica["pace"]
+    assert replica["kv_tokens"] == 2 * 2_048
+    assert 0.1 < pace["input_ms"] < pace["output_ms"] < 2_000 and 0 < pace["first_ms"] < 10_000
+
+
 async def test_the_input_is_held_as_it_is_measured(stage: Stage) -> None:
     """The count that a hold is taken with is the engine's own: a window one token too small refuses with that number."""
     counted = await engine_count(stage, QUESTION)

@@ -15,6 +15,7 @@ CONFIG = """
 [pool]
 concurrency = 4
 [engine]
+first_output_ms = 700
 idle_ms = 700
 probe_ms = 100
 restart_backoff_ms = 10
@@ -39,7 +40,7 @@ class Pair:
 
     async def run(self, failure: Script, caller: Caller, asked: Script, surface: Surface, stream: bool) -> Shown:
         """One generation that the failing engine is asked for first."""
-        await wait_until(self._both_ready, "both replicas are ready")
+        await wait_until(self.both_ready, "both replicas are ready")
         self.failing.always = failure
         async with self.stage.call(caller, asked, "it", surface=surface, stream=stream) as call:
             return await read_shown(call)
@@ -49,14 +50,15 @@ class Pair:
         self.failing.always, caller, numbers = None, self.stage.demo_caller(), count(1)
 
         async def is_trusted() -> bool:
-            if await self._both_ready():
+            if await self.both_ready():
                 return True
             await self.stage.run(caller, Script(), f"mend-{self.failing.started}-{next(numbers)}", stream=False)
             return False
 
         await wait_until(is_trusted, "both replicas are ready")
 
-    async def _both_ready(self) -> bool:
+    async def both_ready(self) -> bool:
+        """Whether both replicas are trusted in full."""
         replicas = (await self.stage.admin("GET", "replicas"))["replicas"]
         return len(replicas) == 2 and all(replica["state"] == "ready" for replica in replicas)
 
@@ -76,7 +78,10 @@ async def engines(state: Path, config: str = CONFIG) -> AsyncIterator[Pair]:
     async with AsyncExitStack() as stack:
         failing, sound = (stack.enter_context(ScriptedEngine()) for _ in range(2))
         cell = stack.enter_context(running_cell(state, engine=(failing.url, sound.url), config=config))
-        yield Pair(Stage(cell), failing, sound)
+        pair = Pair(Stage(cell), failing, sound)
+        await wait_until(pair.both_ready, "both replicas are ready")
+        failing.started = sound.started = 0  # what warmed them up does not count
+        yield pair
         assert "Traceback" not in cell.tail()
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weir import errors
-from weir.core.admission import Admit, Asked, Bound, Door, decide, door_refusal, idempotency_refusal
+from weir.core.admission import Admit, Asked, Bound, Door, Times, decide, door_refusal, idempotency_refusal
 from weir.core.endings import Status
 from weir.core.ledger.book import Book
 from weir.core.metering import Price, worst_case
@@ -28,7 +28,7 @@ SNAPSHOT = Snapshot(
     pools={"pool": Pool("pool", REVISION.id, 1, 4)},
 )
 ASKED = Asked(CALLER, "assistant", REVISION.id, b"body", 100, 400, 50, 1, 10_000)
-OPEN_DOOR = Door(lanes=4, queue_refusal=None, predicted_wait_ms=0, prefill_ms=0, wait_ms_max=5_000, no_capacity_retry_ms=5_000)
+OPEN_DOOR = Door(lanes=4, queue_refusal=None, predicted_wait_ms=0, wait_ms_max=5_000, times=Times(), no_capacity_retry_ms=5_000)
 RAN = Bound(execution=1, body_digest=b"body", status=Status.COMPLETED, delivered_tokens=5, tenant_tokens=7, cost_microusd=9)
 
 
@@ -46,7 +46,7 @@ def test_admitted() -> None:
 
 
 # What is wrong, in the order in which it is found: each row's refusal wins over all rows below it.
-WRONGS = ("key", "alias", "revision", "id", "body", "limit", "queue", "lanes", "wait", "deadline")
+WRONGS = ("key", "alias", "revision", "id", "body", "limit", "infeasible", "queue", "lanes", "wait", "deadline")
 CODES = {
     "key": "revoked",
     "alias": "unknown_alias",
@@ -54,6 +54,7 @@ CODES = {
     "id": "request_id_reused",
     "body": "quarantined",
     "limit": "concurrency_limited",
+    "infeasible": "deadline_infeasible",
     "queue": "queue_full",
     "lanes": "no_capacity",
     "wait": "queue_wait_exceeded",
@@ -73,7 +74,7 @@ def test_the_first_failure_is_the_answer(wrongs: set[str]) -> None:
         lanes=0 if "lanes" in wrongs else 4,
         queue_refusal=errors.QueueFull() if "queue" in wrongs else None,
         predicted_wait_ms=6_000 if "wait" in wrongs else 20_000 if "deadline" in wrongs else 0,
-        prefill_ms=0,
+        times=Times(least_ms=10_000 if "infeasible" in wrongs else 9_999),
         wait_ms_max=5_000 if "wait" in wrongs else 30_000,
         no_capacity_retry_ms=5_000,
     )
@@ -84,6 +85,26 @@ def test_the_first_failure_is_the_answer(wrongs: set[str]) -> None:
     assert isinstance(decision, errors.WeirError)
     assert decision.code == CODES[min(wrongs, key=WRONGS.index)]
     assert book.open_holds == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "snapshot", "book", "code"),
+    [
+        (ASKED, replace(SNAPSHOT, aliases={}), Book(), "unknown_alias"),
+        (replace(ASKED, is_quarantined=True), SNAPSHOT, Book(), "quarantined"),
+        (ASKED, SNAPSHOT, _limited(concurrency=0), "concurrency_limited"),
+    ],
+)
+def test_a_door_that_is_open_is_not_enough(asked: Asked, snapshot: Snapshot, book: Book, code: str) -> None:
+    """Protects entitlements, replicas and limits: each refuses though a replica would be free at once."""
+    decision = decide(asked, snapshot, None, book, OPEN_DOOR, Moment(0, 0))
+    assert isinstance(decision, errors.WeirError) and decision.code == code
+
+
+def test_a_full_queue_refuses_before_anything_is_predicted() -> None:
+    """Protects memory: the queue's own answer comes before that of missing replicas and of the wait."""
+    refusal = door_refusal(replace(OPEN_DOOR, queue_refusal=errors.QueueFull(), lanes=0, predicted_wait_ms=9_999), 1)
+    assert refusal is not None and refusal.code == "queue_full"
 
 
 @pytest.mark.parametrize("revision", ["rev@2", "never registered"])
@@ -126,17 +147,29 @@ def test_a_bound_request_id(bound: Bound, code: str | None) -> None:
         assert isinstance(decision, errors.WeirError) and decision.code == code
 
 
+def door(wait_ms: int = 0, **times: int) -> Door:
+    """An open door with this wait and these times."""
+    return replace(OPEN_DOOR, predicted_wait_ms=wait_ms, times=Times(**times))
+
+
 @pytest.mark.parametrize(
     ("door", "deadline_ms", "code", "retry_after_ms"),
     [
         (OPEN_DOOR, 1, None, None),
         (replace(OPEN_DOOR, lanes=0), 10_000, "no_capacity", 5_000),
-        (replace(OPEN_DOOR, predicted_wait_ms=5_000), 10_000, None, None),
-        (replace(OPEN_DOOR, predicted_wait_ms=5_001), 10_000, "queue_wait_exceeded", 1),
-        (replace(OPEN_DOOR, predicted_wait_ms=2_000), 2_000, "deadline_unmeetable_now", 1),
-        (replace(OPEN_DOOR, predicted_wait_ms=1_999), 2_000, None, None),
+        (door(5_000), 10_000, None, None),
+        (door(5_001), 10_000, "queue_wait_exceeded", 1),
+        (door(2_000), 2_000, "deadline_unmeetable_now", 1),
+        (door(1_999), 2_000, None, None),
         (OPEN_DOOR, 0, "deadline_unmeetable_now", 1),
         (OPEN_DOOR, -5, "deadline_unmeetable_now", 6),
+        (door(least_ms=500), 500, "deadline_infeasible", None),
+        (door(least_ms=500), 501, None, None),
+        (door(least_ms=500), -5, "deadline_infeasible", None),
+        (door(prefill_ms=600, least_ms=500), 600, "deadline_unmeetable_now", 1),
+        (door(100, prefill_ms=200, decode_ms=300, least_ms=50), 600, "deadline_unmeetable_now", 1),
+        (door(100, prefill_ms=200, decode_ms=300, least_ms=50), 601, None, None),
+        (door(100, prefill_ms=200, least_ms=50), 301, None, None),
     ],
 )
 def test_the_door(door: Door, deadline_ms: int, code: str | None, retry_after_ms: int | None) -> None:
@@ -144,5 +177,49 @@ def test_the_door(door: Door, deadline_ms: int, code: str | None, retry_after_ms
     refusal = door_refusal(door, deadline_ms)
     assert (refusal.code if refusal else None) == code
     assert (refusal.retry_after_ms if refusal else None) == retry_after_ms
-    if code == "deadline_unmeetable_now":
+    if code in ("deadline_unmeetable_now", "deadline_infeasible"):
         assert refusal is not None and refusal.members["deadline_ms"] >= 0
+
+
+millis = st.integers(0, 3_000)
+all_times = st.builds(lambda least, queued, decode: Times(least + queued, decode, least), millis, millis, millis)
+
+
+@given(all_times, millis, st.integers(-100, 9_000))
+def test_a_refusal_for_good_is_one_that_no_wait_would_cure(times: Times, wait_ms: int, deadline_ms: int) -> None:
+    """Protects callers from a 400 for what is only busy: it depends on the best case alone, and a longer deadline cures it."""
+    refusal = door_refusal(replace(OPEN_DOOR, predicted_wait_ms=wait_ms, times=times), deadline_ms)
+    is_infeasible = refusal is not None and refusal.code == "deadline_infeasible"
+    assert is_infeasible == (0 < times.least_ms >= deadline_ms)
+    if is_infeasible:
+        assert refusal is not None and refusal.retry_after_ms is None
+        later = door_refusal(replace(OPEN_DOOR, times=Times(least_ms=times.least_ms)), times.least_ms + 1)
+        assert later is None
+
+
+@given(all_times, millis, st.integers(1, 9_000))
+def test_the_door_opens_when_it_says(times: Times, wait_ms: int, deadline_ms: int) -> None:
+    """Protects Retry-After: once the wait is that much shorter, or with a deadline that much longer, it is let in."""
+    now = replace(OPEN_DOOR, predicted_wait_ms=wait_ms, times=times)
+    refusal = door_refusal(now, deadline_ms)
+    if refusal is None or refusal.code != "deadline_unmeetable_now":
+        return
+    late_ms = refusal.retry_after_ms
+    assert late_ms is not None and late_ms >= 1
+    assert refusal.members["predicted_ms"] == deadline_ms + late_ms - 1 == wait_ms + times.prefill_ms + times.decode_ms
+    if late_ms <= wait_ms:
+        assert door_refusal(replace(now, predicted_wait_ms=wait_ms - late_ms), deadline_ms) is None
+        assert door_refusal(replace(now, predicted_wait_ms=wait_ms - late_ms + 1), deadline_ms) is not None
+    assert door_refusal(now, deadline_ms + late_ms) is None
+    assert door_refusal(now, deadline_ms + late_ms - 1) is not None
+
+
+@given(all_times, millis, st.integers(1, 9_000), st.integers(0, 9_000), millis)
+def test_more_time_or_a_shorter_wait_never_turns_an_admission_into_a_refusal(
+    times: Times, wait_ms: int, deadline_ms: int, more_ms: int, less_ms: int
+) -> None:
+    """Protects callers that are patient: whoever has more time, or comes when less waits, is admitted as well."""
+    now = replace(OPEN_DOOR, predicted_wait_ms=wait_ms, times=times)
+    if door_refusal(now, deadline_ms) is None:
+        assert door_refusal(now, deadline_ms + more_ms) is None
+        assert door_refusal(replace(now, predicted_wait_ms=max(0, wait_ms - less_ms)), deadline_ms) is None

@@ -243,3 +243,26 @@ def test_output_lets_the_next_trial_begin() -> None:
     assert stand.replica.free == 0
     stand.replica.showed_output(next(iter(stand.trials)))
     assert stand.replica.free == 1
+
+
+def test_trials_that_end_well_bring_it_back() -> None:
+    """Protects capacity: after the third good one in a row every lane is used again."""
+    stand = Stand()
+    for move, number in [*HALF_OPENED, *TRIALS * [("take", 0), (GOOD, 0)]]:
+        assert stand.state is not ReplicaState.READY or not stand.opened
+        stand.play(move, number)
+    assert (stand.state, stand.replica.free) == (ReplicaState.READY, LANES)
+
+
+def test_a_trial_that_fails_or_leaves_makes_room_for_nothing_and_for_the_next_one() -> None:
+    """Protects recovery: a trial whose client left in silence lets the next begin, one that breaks opens the breaker again."""
+    stand = Stand()
+    for move, number in HALF_OPENED:
+        stand.play(move, number)
+    stand.play("take", 0)
+    assert stand.replica.free == 0
+    stand.play(LEFT, 0)
+    assert (stand.state, stand.replica.free) == (ReplicaState.HALF_OPEN, 1)
+    stand.play("take", 0)
+    stand.play(BROKEN, 0)
+    assert stand.state is ReplicaState.SUSPECT

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from weir.core.scheduling.fairness import FairOrder, TokenCosts
-from weir.core.scheduling.orders import ArrivalOrder, Head, Ticket
+from weir.core.scheduling.orders import BYPASSES_MAX, ArrivalOrder, Head, Ticket
 from weir.core.scheduling.queues import DomainQueue, Entry, QueueBounds
 
 DEAREST = 100
@@ -26,32 +26,34 @@ def entry(tenant: str, key: int, cost: int, start_by_ns: int = FAR_NS) -> Entry[
 class Backlogged:
     """Flows that never run dry on a few lanes: what each was charged ÷ its weight.
 
-    since: for each flow, the corrections of every flow since its own last turn.
+    since: for each flow, the corrections of every flow since its own last turn. corrected: all of each flow.
     """
 
     slack: int
+    burst: int = 0
     queue: DomainQueue[int] = field(init=False)
     charged: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     since: dict[str, dict[str, float]] = field(default_factory=lambda: {tenant: defaultdict(float) for tenant in WEIGHTS})
+    corrected: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     running: list[tuple[Ticket, int]] = field(default_factory=list)
     keys: int = 0
 
     def __post_init__(self) -> None:
-        self.queue = DomainQueue(WIDE, FairOrder(WEIGHTS.__getitem__, self.slack))
+        self.queue = DomainQueue(WIDE, FairOrder(WEIGHTS.__getitem__, self.slack, self.burst))
 
     def arrive(self, tenant: str, expected: int, start_by_ns: int) -> None:
         """One more request."""
         self.keys += 1
         self.queue.push(entry(tenant, self.keys, expected, start_by_ns))
 
-    def dispatch(self, actual: int) -> str:
-        """The next one starts; it will turn out to cost `actual`."""
+    def dispatch(self, actual: int | None) -> str:
+        """The next one starts; it will turn out to cost `actual`, or what is expected."""
         waiting = next(self.queue.candidates())
         ticket = self.queue.serve(waiting)
         assert ticket is not None
         self.charged[waiting.tenant] += ticket.cost / WEIGHTS[waiting.tenant]
         self.since[waiting.tenant].clear()
-        self.running.append((ticket, actual))
+        self.running.append((ticket, ticket.cost if actual is None else actual))
         return waiting.tenant
 
     def end(self, number: int) -> None:
@@ -60,6 +62,7 @@ class Backlogged:
         self.queue.close(ticket, actual)
         change = (actual - ticket.cost) / WEIGHTS[ticket.tenant]
         self.charged[ticket.tenant] += change
+        self.corrected[ticket.tenant] += abs(change)
         for since in self.since.values():
             since[ticket.tenant] += abs(change)
 
@@ -70,16 +73,18 @@ class Backlogged:
 
 
 costs = st.integers(1, DEAREST)
+plays = st.lists(st.tuples(costs, costs, st.integers(0, 10**6), st.integers(0, 7)), min_size=30, max_size=200)
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     slack=st.sampled_from([0, 50, 400]),
-    play=st.lists(st.tuples(costs, costs, st.integers(0, 10**6), st.integers(0, 7)), min_size=30, max_size=200),
+    burst=st.sampled_from([0, 300]),
+    play=plays,
 )
-def test_backlogged_flows_stay_within_the_bound(slack: int, play: list[tuple[int, int, int, int]]) -> None:
-    """Protects fairness: what two backlogged flows were charged differs by at most U + Δ + E, at every moment."""
-    world = Backlogged(slack)
+def test_backlogged_flows_stay_within_the_bound(slack: int, burst: int, play: list[tuple[int, int, int, int]]) -> None:
+    """Protects fairness: what flows that came together were charged differs by at most U + Δ + E, always, with any burst."""
+    world = Backlogged(slack, burst)
     for tenant in WEIGHTS:
         for expected, _, latest, _ in play:
             world.arrive(tenant, expected, latest)
@@ -210,6 +215,76 @@ def test_the_most_urgent_within_the_slack_goes_first(flows: list[tuple[int, int]
     smallest = min(lead for lead, _ in flows)
     urgent = min((latest, str(number)) for number, (lead, latest) in enumerate(flows) if lead <= smallest + 20)
     assert order.first() == urgent[1]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 50)), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 11), st.integers(1, 40)), max_size=20),
+    st.integers(1, 14),
+)
+def test_who_is_next_if_the_first_fits_nowhere(
+    flows: list[tuple[int, int]], charged: list[tuple[int, int]], number: int
+) -> None:
+    """Protects those who may pass, and those who are passed: by their heads within the slack, beyond it by counter, up to P."""
+    order, slack, dearest = FairOrder(slack=20), 20, 0
+    counters = {str(each): 0 for each in range(len(flows))}
+    heads = {str(each): (latest, each) for each, (_, latest) in enumerate(flows)}
+    for each, (latest, arrived) in heads.items():
+        order.joined(each, Head(arrived, latest))
+    assert order.first() is not None  # all are near by now
+    for place, cost in [*enumerate(lead for lead, _ in flows), *charged]:
+        tenant = str(place % len(flows))
+        order.charge(tenant, cost)
+        counters[tenant] += cost
+        dearest = max(dearest, cost)
+    limit = min(counters.values()) + slack
+    near = sorted((tenant for tenant, counter in counters.items() if counter <= limit), key=heads.__getitem__)
+    far = sorted((tenant for tenant in counters if tenant not in near), key=lambda tenant: (counters[tenant], tenant))
+    allowed = [tenant for tenant in far if counters[tenant] <= limit + BYPASSES_MAX * dearest]
+    assert order.next(number) == (near + far[:number])[: min(number, len(near) + len(allowed))]
+
+
+def test_a_flow_that_is_too_far_ahead_passes_nobody() -> None:
+    """Protects a flow whose heads fit nowhere: another is offered until it is ahead by P and the slack, and then no more."""
+    order = FairOrder(slack=20)
+    for number, tenant in enumerate(("large", "small")):
+        order.joined(tenant, Head(number, 0))
+    for _ in range(BYPASSES_MAX + 2):
+        assert order.next(5) == ["large", "small"]
+        order.close(order.charge("small", 10), 10)
+    assert order.next(5) == ["large", "small"]  # at 180: P is 160, the slack 20
+    order.close(order.charge("small", 1), 1)
+    assert order.next(5) == ["large"]
+
+
+def test_a_far_flows_new_head_waits_for_its_counter() -> None:
+    """Protects the slack's limit: an urgent head of a flow that is far ahead counts once it is near."""
+    order = FairOrder(slack=20)
+    for number, tenant in enumerate(("ahead", "behind")):
+        order.joined(tenant, Head(number, 100))
+    order.charge("ahead", 50)
+    assert order.first() == "behind"
+    order.changed("ahead", Head(2, 1))
+    assert order.first() == "behind"
+    order.charge("behind", 40)
+    assert order.first() == "ahead"
+
+
+def test_nobody_is_next_where_nobody_waits() -> None:
+    """Protects the schedule's rest: an order without flows names none."""
+    assert FairOrder().next(5) == [] == ArrivalOrder().next(5)
+
+
+def test_the_next_in_order_of_arrival() -> None:
+    """Protects the baseline: if the oldest head fits nowhere the next oldest may go."""
+    order = ArrivalOrder()
+    for number, tenant in ((3, "c"), (1, "a"), (2, "b")):
+        order.joined(tenant, Head(number, 0))
+    assert (order.next(2), order.next(9)) == (["a", "b"], ["a", "b", "c"])
+    order.left("a")
+    assert order.first() == "b"
+    order.changed("b", Head(9, 0))
+    assert order.next(9) == ["c", "b"]
 
 
 class ChurnMachine(RuleBasedStateMachine):

@@ -77,3 +77,12 @@ def test_a_body_that_completes_was_not_what_crashed() -> None:
     assert not quarantine.crashed(POISON, "b", 1) and quarantine.crashed(POISON, "a", 2)
     quarantine.completed(POISON)
     assert quarantine.holds(POISON, 3)
+
+
+def test_the_oldest_crash_is_forgotten_first() -> None:
+    """Protects memory: beyond the bound a new fingerprint takes the place of the one that crashed longest ago."""
+    quarantine = Quarantine(2)
+    for number, fingerprint in enumerate([POISON, *OTHERS[:2]]):
+        assert not quarantine.crashed(fingerprint, "a", number)
+    assert len(quarantine) == 2
+    assert not quarantine.crashed(POISON, "b", 3) and quarantine.crashed(OTHERS[1], "b", 4)

@@ -54,7 +54,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.everybody)
     @rule(data=st.data())
     def serve(self, data: st.DataObject) -> None:
-        """Candidates are the oldest ahead for each replica to avoid, then the oldest entry of the flow whose turn it is."""
+        """Candidates are the oldest ahead for each replica to avoid, then the oldest entries of flows."""
         chosen = data.draw(st.sampled_from(list(self.queue.candidates())))
         if chosen.avoid is not None:
             again = next(entry for entry in self.ahead if entry[3] == chosen.avoid)
@@ -81,11 +81,11 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def figures_agree(self) -> None:
-        """Entries and bytes are those of what waits; who may go next is one per replica to avoid, and one flow's head."""
+        """Entries and bytes are those of what waits; who may go next is one per replica to avoid, and each flow's head."""
         assert len(self.queue) == len(self.everybody) and self.queue.ahead == len(self.ahead)
         assert self.queue.bytes == sum(size for _, _, size in self.everybody)
         avoided = {entry[3] for entry in self.ahead}
-        assert len(list(self.queue.candidates())) == len(avoided) + bool(self.waiting)
+        assert len(list(self.queue.candidates())) == len(avoided) + len({tenant for tenant, _, _ in self.waiting})
         assert self.queue.work_ahead == 10 * len(self.ahead)
         for tenant in TENANTS:
             own = sum(waiting == tenant for waiting, _, _ in self.waiting)
@@ -181,3 +181,34 @@ def test_a_tenant_is_refused_above_its_own_bound() -> None:
     assert queue.refusal("globex", 10) is None
     assert queue.remove("acme", 2)
     assert queue.refusal("acme", 10) is None
+
+
+def test_a_more_urgent_request_of_its_own_moves_a_flow() -> None:
+    """Protects deadlines through the order: a flow is judged by its new head, and by the one before once that left."""
+    queue: DomainQueue[int] = DomainQueue(WIDE)
+    for key, (tenant, start_by_ns) in enumerate([("a", 5), ("b", 4), ("a", 6), ("a", 3)]):
+        queue.push(entry(tenant, key, start_by_ns=start_by_ns))
+    assert next(queue.candidates()).key == 3
+    assert queue.remove("a", 3) and next(queue.candidates()).key == 1
+    assert queue.remove("a", 2) and queue.remove("a", 0)
+    assert [waiting.key for waiting in queue.candidates()] == [1]
+
+
+def test_a_place_in_a_flow_counts_its_own_tenants_earlier_ones() -> None:
+    """Protects the answer to how many go before: the more urgent ones and the older of equals, of one tenant alone."""
+    queue: DomainQueue[int] = DomainQueue(WIDE)
+    for key, (tenant, start_by_ns) in enumerate([("a", 5), ("b", 1), ("a", 3), ("a", 7), ("a", 5)]):
+        queue.push(entry(tenant, key, 2, start_by_ns=start_by_ns))
+    assert [queue.position("a", key) for key in (2, 3, 4)] == [0, 3, 2] and queue.position("b", 1) == 0
+    assert queue.bytes == 10
+
+
+def test_what_waits_ahead_leaves_once_and_from_anywhere() -> None:
+    """Protects bounds: of several that avoid one replica each is counted until it leaves, and an unknown one is none."""
+    queue: DomainQueue[int] = DomainQueue(WIDE)
+    for key, avoid in enumerate(("r1", "r1", "r2")):
+        queue.push_ahead(entry("a", key, cost=7), avoid)
+    assert queue.ahead == 3 and queue.work_ahead == 21
+    assert queue.remove("a", 1) and not queue.remove("a", 1) and not queue.remove("nobody", 5)
+    assert [(waiting.key, waiting.avoid) for waiting in queue.candidates()] == [(0, "r1"), (2, "r2")]
+    assert queue.remove("a", 0) and [waiting.key for waiting in queue.candidates()] == [2]

@@ -80,17 +80,3 @@ def test_only_ready_replicas_take_work() -> None:
     with pytest.raises(AssertionError):
         replica.take_lane()
     assert place([replica]) is None
-
-
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), max_size=6))
-def test_the_least_loaded_takes_it(loads: list[tuple[int, int]]) -> None:
-    """Protects balance: the smallest share of lanes taken wins, ties by name, none without a free lane."""
-    replicas = [_ready(f"r{index}", size, min(taken, size)) for index, (size, taken) in enumerate(loads)]
-    chosen = place(replicas)
-    with_room = [replica for replica in replicas if replica.free]
-    if chosen is None:
-        assert not with_room
-        return
-    share = chosen.running / chosen.limits.concurrency
-    for other in with_room:
-        assert (share, chosen.name) <= (other.running / other.limits.concurrency, other.name)

@@ -3,15 +3,26 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES
+from weir.core.routing.capacity import Need
 from weir.core.routing.placement import place
+from weir.core.routing.prefixes import PrefixIndex
 from weir.core.routing.replica import Replica, ReplicaEvent, ReplicaLimits
-from weir.core.scheduling.feasibility import Caution, FloorPace, PrefillTime, ServiceRate, WaitBias, predicted_wait_ms
+from weir.core.scheduling.feasibility import (
+    Caution,
+    DecodeTime,
+    FloorPace,
+    PrefillTime,
+    ServiceRate,
+    WaitBias,
+    predicted_wait_ms,
+)
 from weir.core.scheduling.queues import DomainQueue, Entry, QueueBounds
 from weir.core.scheduling.schedule import next_start
 
 
-def _replica(name: str, pool: str, concurrency: int) -> Replica:
-    replica = Replica(name, pool, ReplicaLimits(concurrency))
+def _replica(name: str, concurrency: int) -> Replica:
+    replica = Replica(name, "pool", ReplicaLimits(concurrency))
     replica.advance(ReplicaEvent.ANSWERED)
     return replica
 
@@ -24,25 +35,24 @@ def _queue(*entries: tuple[str, int]) -> DomainQueue[int]:
 
 
 @given(
-    waiting=st.dictionaries(st.sampled_from("xyz"), st.integers(0, 8), max_size=3),
-    lanes=st.dictionaries(st.sampled_from("xyz"), st.lists(st.integers(1, 3), max_size=3), max_size=3),
+    waiting=st.lists(st.integers(0, 8), max_size=3),
+    sizes=st.lists(st.integers(1, 3), max_size=3),
 )
-def test_dispatch_fills_what_is_free_and_nothing_more(waiting: dict[str, int], lanes: dict[str, list[int]]) -> None:
-    """Protects capacity and progress: in each domain as many start as have a lane; a full domain blocks no other."""
-    queues = {pool: _queue(*(("t", key) for key in range(number))) for pool, number in waiting.items()}
-    fleet = {pool: [_replica(f"{pool}{i}", pool, size) for i, size in enumerate(sizes)] for pool, sizes in lanes.items()}
-    started: dict[str, int] = {}
+def test_dispatch_fills_what_is_free_and_nothing_more(waiting: list[int], sizes: list[int]) -> None:
+    """Protects capacity and progress: as many start as have a lane, those of the first queue before those of the others."""
+    queues = [_queue(*(("t", key) for key in range(number))) for number in waiting]
+    replicas = [_replica(f"r{number}", size) for number, size in enumerate(sizes)]
+    started = 0
     for _ in range(100):
-        start = next_start(queues, fleet)
+        start = next_start(queues, replicas)
         if start is None:
             break
-        assert start.replica.pool == start.domain and start.replica.free > 0
-        assert start.waiting == next(queues[start.domain].candidates())
-        queues[start.domain].serve(start.waiting)
-        start.replica.take_lane()
-        started[start.domain] = started.get(start.domain, 0) + 1
-    for pool, number in waiting.items():
-        assert started.get(pool, 0) == min(number, sum(lanes.get(pool, [])))
+        assert start.site.replica.free > 0 and start.queue is next(queue for queue in queues if queue)
+        assert start.waiting == next(start.queue.candidates()) and not start.passed
+        start.queue.serve(start.waiting)
+        start.site.replica.take_lane()
+        started += 1
+    assert started == min(sum(waiting), sum(sizes))
 
 
 @given(
@@ -55,28 +65,55 @@ def test_a_retry_starts_elsewhere_and_before_others(failed: list[str], fresh: in
     queue = _queue(*(("t", key) for key in range(fresh)))
     for number, avoid in enumerate(failed):
         queue.push_ahead(Entry("t", 100 + number, 1, 1, 0), avoid)
-    replicas = [_replica(f"r{number}", "x", max(1, size)) for number, size in enumerate(sizes)]
+    replicas = [_replica(f"r{number}", max(1, size)) for number, size in enumerate(sizes)]
     for replica, size in zip(replicas, sizes, strict=True):
         if not size:
             replica.take_lane()  # a full one
     for _ in range(100):
-        start = next_start({"x": queue}, {"x": replicas})
+        start = next_start([queue], replicas)
         if start is None:
             break
-        waiting = start.waiting
-        assert start.replica.free > 0 and start.replica.name != waiting.avoid
+        waiting, replica = start.waiting, start.site.replica
+        assert replica.free > 0 and replica.name != waiting.avoid and not start.passed
         candidates = list(queue.candidates())
-        assert not any(place(replicas, other.avoid) for other in candidates[: candidates.index(waiting)])
+        assert not any(place(replicas, avoid=other.avoid) for other in candidates[: candidates.index(waiting)])
         queue.serve(waiting)
-        start.replica.take_lane()
-    assert not any(place(replicas, waiting.avoid) for waiting in queue.candidates())
+        replica.take_lane()
+    assert not any(place(replicas, avoid=waiting.avoid) for waiting in queue.candidates())
 
 
 def test_nothing_starts_without_entries_or_replicas() -> None:
     """Protects the scheduler's rest: no entry or no replica, no start."""
-    assert next_start({}, {}) is None
-    assert next_start({"x": _queue()}, {"x": [_replica("r", "x", 1)]}) is None
-    assert next_start({"x": _queue(("t", 1))}, {}) is None
+    none: list[DomainQueue[int]] = []
+    assert next_start(none, []) is None
+    assert next_start([_queue()], [_replica("r", 1)]) is None
+    assert next_start([_queue(("t", 1))], []) is None
+
+
+def test_what_holds_the_beginning_takes_it() -> None:
+    """Protects affinity through the schedule: the start names the replica that holds the prompt's beginning, and how much."""
+    index, marks = PrefixIndex(), (b"first", b"second")
+    index.placed("r1", marks, 100)
+    queue: DomainQueue[int] = DomainQueue(QueueBounds())
+    queue.push(Entry("t", 1, 1, 1, 0, Need(200, 100, marks, 512)))
+    start = next_start([queue], [_replica("r0", 4), _replica("r1", 4)], index)
+    assert start is not None and (start.site.replica.name, start.site.cached_tokens) == ("r1", 99)
+
+
+def test_a_short_prompt_waits_for_the_backlog_that_a_long_one_joins() -> None:
+    """Protects first outputs of both kinds: twenty milliseconds of prompts keep a short one back, which a long one passes."""
+    short, long, _ = DEFAULT_WORKLOAD_CLASSES
+    replica = _replica("r", 4)
+    replica.room.input_ms = 0.2
+    lane = replica.take_lane(0, 100)
+    queue: DomainQueue[int] = DomainQueue(QueueBounds())
+    for key, workload, tokens in ((1, short, 100), (2, long, 8_000)):
+        queue.push(Entry(workload.name, key, 1, 1, key, Need(tokens, tokens, backlog_ms=workload.backlog_ms)))
+    start = next_start([queue], [replica])
+    assert start is not None and (start.waiting.key, start.passed) == (2, ((queue, 1),))
+    replica.showed_output(lane)
+    start = next_start([queue], [replica])
+    assert start is not None and (start.waiting.key, start.passed) == (1, ())
 
 
 SECOND = 10**9
@@ -144,15 +181,49 @@ def test_what_was_not_measured_drops_nobody() -> None:
     assert prefill.expected_ns(30, 60 * SECOND) < 5_000_000
 
 
+@given(st.integers(1, 5_000), st.integers(1, 20_000), st.floats(0, 10**7), st.integers(0, 60))
+def test_beyond_the_longest_it_goes_on_as_an_idle_replica_reads(longest: int, more: int, token_ns: float, quiet_s: int) -> None:
+    """Protects callers of long inputs from being admitted in vain: a token that nobody measured takes an idle one's time."""
+    prefill = PrefillTime()
+    for number in range(20):
+        prefill.observe(max(1, longest - (19 - number) % 3), (50 + number % 3) * 10**6, 0)
+    assert prefill.expected_ns(longest, 0, 7, token_ns) == prefill.expected_ns(longest, 0, 7)
+    idle_ns, left = int(more * token_ns), 0.5 ** (quiet_s / 10)
+    seen_ns = prefill.expected_ns(longest, 0)
+    expected = prefill.expected_ns(longest + more, quiet_s * SECOND, idle_ns, token_ns)
+    assert abs(expected - (left * (seen_ns + more * token_ns) + (1 - left) * idle_ns)) <= 1_000 + 0.05 * expected
+
+
+def test_a_long_input_after_short_ones() -> None:
+    """Protects callers of long inputs: evidence of thirty tokens, eight thousand asked at 0.17 ms each, is above a second."""
+    prefill = PrefillTime()
+    for number in range(50):
+        prefill.observe(30, (20 + number % 5) * 10**6, number * SECOND)
+    for quiet_s in (0, 10, 600):
+        assert prefill.expected_ns(8_000, (49 + quiet_s) * SECOND, int(1_380e6), 170_000) >= 1_200_000_000
+    assert prefill.expected_ns(30, 49 * SECOND, int(25e6), 170_000) < 30_000_000
+
+
+def test_what_runs_is_no_typical_request() -> None:
+    """Protects the first predictions: before anything ended, long requests that run are expected to hold their lanes long."""
+    rate = ServiceRate(SECOND, 1_000)
+    for _ in range(2):
+        rate.began(10_000, 0)
+    assert rate.request_ns(0) > 2 * SECOND
+    rate.left(10_000, 0)
+    rate.left(10_000, 0)
+    assert rate.request_ns(0) == SECOND
+
+
 def test_answers_that_run_long_are_seen_before_they_end() -> None:
     """Protects the door from a minute-long answer on every lane: what runs counts as soon as it runs longer than usual."""
     rate = ServiceRate(SECOND, 1_000)
     for _ in range(4):
-        rate.began(0)
+        rate.began(1_000, 0)
     assert rate.request_ns(SECOND // 2) == SECOND
     assert rate.request_ns(30 * SECOND) == 30 * SECOND and rate.lane_ns(1_000, 30 * SECOND) == 30 * SECOND
     for _ in range(4):
-        rate.left(0)
+        rate.left(1_000, 0)
     assert rate.request_ns(30 * SECOND) == SECOND
 
 
@@ -201,3 +272,64 @@ def test_caution_grows_with_what_waited_in_vain_and_fades() -> None:
     for _ in range(1_000):
         caution.expired(600 * SECOND)
     assert caution.factor(600 * SECOND) < 1.2  # all at one moment: one outage
+
+
+@given(st.integers(1, 6_000), st.integers(0, 10**10), st.integers(0, 600))
+def test_prefill_returns_to_what_an_idle_replica_takes(input_tokens: int, idle_ns: int, quiet_s: int) -> None:
+    """Protects the door from a slow minute that is over: unmeasured it is the idle time, then between the two, and back."""
+    prefill = PrefillTime()
+    assert prefill.expected_ns(input_tokens, 0, idle_ns) == idle_ns
+    for _ in range(20):
+        prefill.observe(input_tokens, 5 * SECOND, 0)
+    expected = prefill.expected_ns(input_tokens, quiet_s * SECOND, idle_ns)
+    assert min(idle_ns, 5 * SECOND) - 2 <= expected <= max(idle_ns, 5 * SECOND) + 2
+    left = 0.5 ** (quiet_s / 10)
+    assert abs(expected - idle_ns) <= left * abs(5 * SECOND - idle_ns) + 2
+
+
+@given(st.lists(st.floats(0.1, 1_000), min_size=1, max_size=100), st.floats(0.1, 1_000), st.integers(0, 600))
+def test_decode_is_a_mean_that_returns_to_the_idle_pace(seen_ms: list[float], idle_ms: float, quiet_s: int) -> None:
+    """Protects predictions of long answers: among what was seen while it is fresh, the idle replica's pace once it is old."""
+    decode = DecodeTime()
+    assert decode.expected_ms(0, idle_ms) == idle_ms
+    for token_ms in seen_ms:
+        decode.observe(token_ms, 0)
+    mean_ms = decode.expected_ms(0, idle_ms)
+    assert min(seen_ms) - 1e-6 <= mean_ms <= max(seen_ms) + 1e-6
+    expected_ms = decode.expected_ms(quiet_s * SECOND, idle_ms)
+    assert abs(expected_ms - idle_ms) <= 0.5 ** (quiet_s / 10) * abs(mean_ms - idle_ms) + 1e-6
+
+
+def test_the_pace_of_late_counts_more_than_the_pace_before() -> None:
+    """Protects predictions after a change of load: some two hundred answers make up for any number before."""
+    decode = DecodeTime()
+    for token_ms in [10.0] * 1_000 + [40.0] * 200:
+        decode.observe(token_ms, 0)
+    assert 39 < decode.expected_ms(0, 10.0) <= 40
+
+
+@given(st.integers(1, 10**5), st.integers(1, 10**5))
+def test_a_warm_up_replaces_the_prior_and_no_evidence(prior_ms: int, assumed_ms: int) -> None:
+    """Protects predictions: what a warm-up measured is expected at once, at the prior's cost; what ended still outweighs it."""
+    rate, told = ServiceRate(prior_ms * 10**6, 1_000), ServiceRate(assumed_ms * 10**6, 1_000)
+    rate.assume(assumed_ms * 10**6)
+    for _ in range(2):
+        assert rate.request_ns(0) == told.request_ns(0) and rate.lane_ns(700, 0) == told.lane_ns(700, 0)
+        for each in (rate, told):
+            each.observe(1_000, 30 * SECOND, 0)
+    rate.assume(SECOND)
+    for _ in range(50):
+        rate.observe(1_000, 20 * SECOND, 0)
+    assert abs(rate.request_ns(0) / SECOND - 20) < 1
+
+
+def test_a_flow_that_waited_twice_as_long_is_predicted_longer_and_forgets_it() -> None:
+    """Protects admitted requests: the factor moves with time, half a minute halves it, and many at one moment move nothing."""
+    bias = WaitBias(0)
+    for _ in range(100):
+        bias.observe(1_000, 2_000, 0)
+    assert bias.factor(0) == 1
+    bias.observe(1_000, 2_000, SECOND)
+    moved = bias.factor(SECOND)
+    assert 1.2 < moved < 1.3
+    assert abs(bias.factor(31 * SECOND) - moved**0.5) < 0.001

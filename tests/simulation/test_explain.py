@@ -56,7 +56,8 @@ def test_a_retried_request_shows_both_attempts_and_what_was_paid() -> None:
         assert (received["at_ms"], admitted["at_ms"], received["deadline_ms"]) == (0.0, 2.0, 60_002)
         assert admitted["held_microusd"] == REVISION.price.cost(5, 0, 10) and admitted["held_tokens"] == 15
         assert admitted["takes"] == [{"limit": "tokens_per_minute", "units": 15}] and len(admitted["windows"]) == 3
-        assert admitted["door"] == {"lanes": 2, "free": 2, "waiting": 0, "predicted_wait_ms": 0}
+        door = {"pool": "pool", "lanes": 2, "free": 2, "waiting": 0, "predicted_wait_ms": 0, "prefill_ms": 0}
+        assert admitted["door"] == door
         dispatches = named(timeline, "dispatched")
         assert [(event["attempt"], event["replica"], event["at_ms"]) for event in dispatches] == [
             (1, "first", 2.0),

@@ -14,7 +14,7 @@ from weir.coordinator.rejections import RejectionCounter
 from weir.core.endings import FinishReason
 from weir.core.ledger.records import SettleRecord
 from weir.core.metering import Basis, InputBasis
-from weir.core.registry.model import EngineKind
+from weir.core.registry.model import EngineKind, Pool
 from weir.core.tenancy import ServiceClass
 from weir.messages import Acquire, AttemptUsage, Down, Finish, Granted, Register, Rejected, ReplicaAddress, Stopped
 from weir.sim.faults import StepClock
@@ -72,7 +72,7 @@ class Desk:
             Telemetry(),
         )
         self.coordinator = Coordinator(parts, first_snapshot(Spec()))
-        fleet.add_pool(POOL, REVISION.id)
+        fleet.add_pool(Pool(POOL, REVISION.id, 2, 1))
         for name in ("first", "second"):
             fleet.add(name, POOL, 1)
             fleet.answered(ReplicaAddress(name, POOL, REVISION.id, EngineKind.SIMULATED, "", "model", 1_000))

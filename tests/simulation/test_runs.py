@@ -154,6 +154,40 @@ def test_a_deadline_ends_what_runs() -> None:
     assert result["total"]["goodput"]["admitted"] == 0.5
 
 
+def test_what_a_replica_still_holds_is_not_computed_again() -> None:
+    """Protects prefixes in a run: a tenant's second turn takes a step less for each block found, another tenant's does not."""
+    blocks = (0, 1, 2)
+    first, again = Arrival(0.0, "a", 1_536, 2, blocks), Arrival(10.0, "a", 1_700, 2, (*blocks, 3))
+    workload = Listed((first, again, again._replace(at_s=20.0, tenant="b")))
+    spec = RunSpec(workload, engine_model("linear:a=10,d=1"), 20.0, noise_sigma=0.0, coordinator=PROMPT_JOURNAL)
+    tenants = simulate(spec, 1)["tenants"]
+    assert (tenants["a"]["cached_input_tokens"], tenants["b"]["cached_input_tokens"]) == (1_536, 0)
+    assert tenants["a"]["ttft_ms"]["p50"] == 10.0 + 1_700 - 1_536 and tenants["b"]["ttft_ms"]["p50"] == 1_710.0
+    assert tenants["a"]["tokens"] == 1_538 + 1_702
+
+
+def test_sessions_go_where_their_beginning_is_held() -> None:
+    """Protects affinity, and the comparison without it: turns of several sessions find what they left, told of it or not."""
+    turns = [
+        Arrival(
+            turn + session / 10, f"s{session}", 4_000 + 500 * turn, 20, tuple(range(100 * session, 100 * session + 8 + turn))
+        )
+        for turn in range(6)
+        for session in range(7)
+    ]
+    spec = RunSpec(Listed(tuple(turns)), engine_model("llama3.1-8b/h100_sxm/tp1"), 10.0, 4)
+    found, blind = (simulate(replace(spec, affinity=told), 1)["total"]["cached_input_tokens"] for told in (True, False))
+    most = 7 * 512 * (8 + 9 + 10 + 11 + 12)
+    assert 0.95 * most < found <= most and blind < 0.8 * most
+
+
+def test_the_others_are_shown_without_whoever_asks_most() -> None:
+    """Protects what a noisy neighbour is judged by: everybody else's figures, pooled."""
+    result = exact((1.0, "a", 10, 3), (1.0, "b", 10, 4), (5.0, "b", 10, 4), (9.0, "c", 10, 2))
+    rest = result["all_but_largest"]
+    assert (rest["largest"], rest["offered"], rest["tokens"]) == ("b", 2, 25)
+
+
 # ── what fails ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

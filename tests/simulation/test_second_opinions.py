@@ -1,4 +1,4 @@
-"""The checkers' own bucket and calendar, which are slow and plain, agree with the platform's, which are neither."""
+"""The checkers' own bucket, calendar and lengths, which are slow and plain, agree with the platform's, which are neither."""
 
 from dataclasses import replace
 
@@ -6,17 +6,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weir.core.ledger.bucket import Bucket
+from weir.core.scheduling.output_lengths import OutputLengths
 from weir.core.tenancy import Tenant
 from weir.core.windows import Calendar, FormerZone, WindowKind
 from weir.sim.changes import ZONES
 from weir.sim.naive_bucket import NaiveBucket
 from weir.sim.naive_calendar import DAY, MONTH, NaiveCalendar
+from weir.sim.naive_lengths import NaiveLengths
 from weir.sim.virtual_loop import WALL_START_MS
 
 KINDS = ((DAY, WindowKind.DAY), (MONTH, WindowKind.MONTH))
 HOUR_MS = 3_600_000
 waits = st.integers(0, 40_000_000_000)
 asks = st.tuples(waits, st.integers(1, 60), st.integers(0, 60), st.integers(0, 4))
+CALLERS = (("acme", "app", "rev"), ("acme", "jobs", "rev"), ("globex", "app", "rev"), ("globex", "app", "other"))
+limits = st.integers(1, 900)
+answers = st.tuples(st.sampled_from(CALLERS), st.integers(0, 700))
 steps = st.tuples(st.integers(-80 * 24, 80 * 24), st.one_of(st.none(), st.sampled_from(ZONES)))
 
 
@@ -54,3 +59,19 @@ def test_calendars_agree(zone: str, moves: list[tuple[int, str | None]], offset_
         assert calendar.windows(wall_ms) == naive.windows(wall_ms)
         for kind, theirs in KINDS:
             assert calendar.ends_ms(theirs, wall_ms) == naive.ends_ms(kind, wall_ms)
+
+
+@given(
+    seen=st.lists(answers, max_size=40),
+    times=st.sampled_from([1, 1, 30]),
+    limit=st.integers(1, 900),
+    typical=st.integers(1, 300),
+)
+def test_expected_lengths_agree(seen: list[tuple[tuple[str, str, str], int]], times: int, limit: int, typical: int) -> None:
+    """Protects what is reserved of a replica: expectations are those of plain lists of lengths, also after old ones faded."""
+    lengths, naive = OutputLengths(), NaiveLengths()
+    for caller, tokens in seen * times:
+        lengths.observe(caller, tokens)
+        naive.observe(caller, tokens)
+    for caller in CALLERS:
+        assert lengths.expected(caller, limit, typical) == naive.expected(caller, limit, typical)

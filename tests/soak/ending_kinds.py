@@ -42,7 +42,10 @@ WAITING = PLAIN.replace("queue_wait_ms = 400", "queue_wait_ms = 4000")
 SMALL_BUFFERS = PLAIN.replace(
     "[gateway]", "[gateway]\nstream_buffer_bytes = 16384\nsocket_buffer_bytes = 4608\nslow_client_grace_ms = 300"
 )
-IMPATIENT = PLAIN.replace("[engine]", "[engine]\nidle_ms = 700") + "store_wait_ms = 500\ndelivery_step_tokens = 8\n"
+IMPATIENT = (
+    PLAIN.replace("[engine]", "[engine]\nfirst_output_ms = 700\nidle_ms = 700")
+    + "store_wait_ms = 500\ndelivery_step_tokens = 8\n"
+)
 
 LONG = Script(tokens=400, gap_ms=10)
 CALM = Script(tokens=400, gap_ms=25)

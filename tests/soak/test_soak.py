@@ -19,6 +19,7 @@ CONFIG = """
 [pool]
 concurrency = 16
 [engine]
+first_output_ms = 1000
 idle_ms = 1000
 probe_ms = 100
 restart_backoff_ms = 100

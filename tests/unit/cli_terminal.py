@@ -57,7 +57,7 @@ def explained(tenant: str, request_id: str) -> dict[str, Any]:
     take = {"limit": "tokens_per_minute", "units": 1_100, "application": "assistant"}
     candidates = [
         {"replica": "r-1", "free": 0, "running": 4, "why_not": "full"},
-        {"replica": "r-2", "free": 3, "running": 1, "score": 0.25},
+        {"replica": "r-2", "free": 3, "running": 1, "cached_tokens": 900, "score": 1_300},
     ]
     events = [
         {"event": "received", "at_ms": 0.0, "alias": "assistant", "stream": True},

@@ -29,7 +29,7 @@ async def test_a_timeline_reads_as_a_table(terminal: Terminal) -> None:
         " takes: 1,100 of tokens per minute (application assistant); 1 of requests per minute (tenant),"
         " door: lanes 8, free 3, predicted wait 0 ms"
         " 12.0 dispatched attempt 1, replica r-2,"
-        " candidates: r-1 (4 running, 0 free: full); r-2 (1 running, 3 free: score 0.25)"
+        " candidates: r-1 (4 running, 0 free: full); r-2 (1 running, 3 free: score 1,300, 900 cached)"
         " 13.0 rejected figures: scope: tenant acme, limit 5,000,000, ttft 6.7 ms"
     )
 

@@ -96,12 +96,22 @@ async def test_a_tenants_weight_is_set_shown_and_audited(terminal: Terminal) -> 
     assert [line.split(maxsplit=4)[4].strip() for line in lines] == [
         "external_allowed false → true, time_zone UTC → Asia/Tokyo",
         "weight 1 → 20",
-        "external_allowed false, time_zone UTC, weight 1,000",
+        "external_allowed false, leaves_its_pools false, time_zone UTC, weight 1,000",
     ]
     for words in (("create", "x", "--weight", "0"), ("set", "acme", "--weight", "1001")):
         refused = await terminal.run("tenant", *words)
         assert refused.status == 1 and "weight must be a whole number from 1 to 1000" in refused.err
     assert (await terminal.run("tenant", "set", "acme", "--weight", "1.5")).status == 2
+
+
+async def test_whether_a_tenants_work_may_leave_its_pools_is_set_and_shown(terminal: Terminal) -> None:
+    """Protects dedicated pools: both ways by name, by itself, and a tenant that nothing is said of keeps to its pools."""
+    assert (await terminal.good("tenant", "create", "initech", "--leaves-its-pools"))["leaves_its_pools"] is True
+    assert (await terminal.good("tenant", "show", "acme"))["leaves_its_pools"] is False
+    changed = await terminal.good("tenant", "set", "acme", "--leaves-its-pools")
+    assert (changed["leaves_its_pools"], changed["weight"], changed["external_allowed"]) == (True, 1, False)
+    assert (await terminal.good("tenant", "set", "acme", "--weight", "2"))["leaves_its_pools"] is True
+    assert (await terminal.good("tenant", "set", "acme", "--keeps-its-pools"))["leaves_its_pools"] is False
 
 
 # ── prices ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -260,7 +270,13 @@ async def test_who_changed_what_is_listed_newest_first(terminal: Terminal) -> No
     lines = [line.split(maxsplit=4) for line in shown.out.splitlines() if line.strip() and "─" not in line]
     at, subject = "2023-11-14T22:13:20.000Z", "tenant=acme/application=assistant"
     assert [[cell.strip() for cell in line] for line in lines[1:]] == [
-        [at, "owner", "tenant.create", "initech", "external_allowed false, time_zone Asia/Tokyo, weight 1"],
+        [
+            at,
+            "owner",
+            "tenant.create",
+            "initech",
+            "external_allowed false, leaves_its_pools false, time_zone Asia/Tokyo, weight 1",
+        ],
         [at, "owner", "limits.put", subject, "concurrency 3 → none"],
         [at, "owner", "limits.put", subject, "concurrency none → 3, tokens_per_day none → 1,000,000"],
     ]

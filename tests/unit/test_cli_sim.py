@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -38,6 +39,25 @@ def test_a_run_prints_a_table_and_writes_its_files(tmp_path: Path) -> None:
         ElementTree.fromstring(drawing)
 
 
+def test_a_full_run_has_the_same_document_and_the_door_is_shown(tmp_path: Path) -> None:
+    """Protects the second fidelity: same options, files and tables, its name in the specification."""
+    documents = []
+    for fidelity in ("schedule", "full"):
+        words = ["run", *SMALL, "--fidelity", fidelity, "--json", str(tmp_path / fidelity), "--report", str(tmp_path / "page")]
+        shown = CliRunner().invoke(commands, words)
+        assert shown.exit_code == 0, shown.output
+        assert "wrongly refused" in shown.stdout and "wait error ms p50" in shown.stdout
+        documents.append(json.loads((tmp_path / fidelity).read_text()))
+    assert [document["spec"]["fidelity"] for document in documents] == ["schedule", "full"]
+    assert shapes_of(documents[0]) == shapes_of(documents[1])
+    assert "The door, by tenant" in (tmp_path / "page").read_text()
+
+
+def shapes_of(value: Any) -> Any:
+    """A document without its figures."""
+    return {name: shapes_of(part) for name, part in value.items()} if isinstance(value, dict) else isinstance(value, list)
+
+
 def test_several_seeds_and_a_trace_from_the_folder(tmp_path: Path) -> None:
     """Protects traces by name and runs side by side: each seed has its row, in the order asked for."""
     rows = "".join(f"{second / 2},{second % 3},100,10\n" for second in range(20))
@@ -64,6 +84,9 @@ def test_several_seeds_and_a_trace_from_the_folder(tmp_path: Path) -> None:
         (("--workload", "poisson:1", "--policy", "luck"), "fair or fcfs"),
         (("--workload", "poisson:1", "--fault", "kill@1,replica=2"), "from 1 to 1"),
         (("--workload", "poisson:1", "--seed", "3-1"), "1,2,5-8"),
+        (("--workload", "poisson:1", "--fidelity", "high"), "schedule or full"),
+        (("--workload", "poisson:1", "--fault", "slow-clients@1"), "takes --fidelity full, not 'schedule'"),
+        (("--workload", "poisson:1", "--fault", "noisy@1"), "one of tenant-1"),
         (("--workload", "poisson:1", "--for", "soon"), "like 90, 90s, 15m or 1h"),
         (("--workload", "poisson:1", "--weight", "nobody=2"), "a tenant that asks"),
         (("--workload", "poisson:1", "--deadline-ms", "0"), "from 1 to 3,600,000"),

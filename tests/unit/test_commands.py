@@ -103,7 +103,8 @@ async def test_a_created_tenant_is_in_the_snapshot_that_was_published_and_in_the
     assert desk.published[-1].tenants["acme"] == tenant
     [entry] = await desk.commands.audit_trail(10)
     assert (entry.actor, entry.action, entry.subject, entry.at_ms) == ("ann", "tenant.create", "acme", 1_700_000_000_000)
-    assert json.loads(entry.summary) == {"time_zone": "Europe/Berlin", "external_allowed": True, "weight": 1}
+    chosen = {"time_zone": "Europe/Berlin", "external_allowed": True, "weight": 1, "leaves_its_pools": False}
+    assert json.loads(entry.summary) == chosen
 
 
 @pytest.mark.parametrize("name", ["", "-acme", ".acme", "Acme", "a" * 64, "a b", "acme\n", "ünit", "a/b"])

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from weir import errors
-from weir.config import WeirConfig, environment_of_engine, load_config
+from weir.config import FurtherPoolConfig, WeirConfig, environment_of_engine, load_config
+from weir.core.tenancy import ServiceClass
 
 
 def test_no_file_and_an_empty_one_are_the_defaults(tmp_path: Path) -> None:
@@ -23,6 +24,24 @@ def test_what_is_set_is_read_as_set(tmp_path: Path) -> None:
     assert config.coordinator == WeirConfig().coordinator
 
 
+def test_further_pools_are_read_by_their_names(tmp_path: Path) -> None:
+    """Protects pools beside the first: each its own section, in the order of the file, with the same defaults."""
+    path = tmp_path / "weir.toml"
+    path.write_text(
+        "[pool]\nservice_classes = ['interactive']\ninput_tokens_max = 9\n"
+        "[pools.jobs]\nservice_classes = ['batch', 'interactive']\nreplicas = 2\n"
+        "[pools.acme-own]\ntenant = 'acme'\nurls = ['http://one', 'http://two']\ninput_tokens_max = 5\n[pools.plain]\n"
+    )
+    config = load_config(path)
+    assert (config.pool.service_classes, config.pool.input_tokens_max) == ((ServiceClass.INTERACTIVE,), 9)
+    assert list(config.pools.items()) == [
+        ("jobs", FurtherPoolConfig(replicas=2, service_classes=(ServiceClass.BATCH, ServiceClass.INTERACTIVE))),
+        ("acme-own", FurtherPoolConfig(tenant="acme", urls=("http://one", "http://two"), input_tokens_max=5)),
+        ("plain", FurtherPoolConfig()),
+    ]
+    assert all(isinstance(each, ServiceClass) for each in config.pools["jobs"].service_classes)
+
+
 @pytest.mark.parametrize(
     ("text", "field", "said"),
     [
@@ -35,6 +54,19 @@ def test_what_is_set_is_read_as_set(tmp_path: Path) -> None:
         ("[pool]\nconcurrency = true\n", "pool.concurrency", "is True; accepted: a whole number from 1 to 65536"),
         ("[store]\nurl = 5\n", "store.url", "accepted: a PostgreSQL URL"),
         ("[log]\njson = 1\n", "log.json", "is 1; accepted: true or false"),
+        ("[pool]\nservice_classes = []\n", "pool.service_classes", "accepted: an array of interactive or batch, each once"),
+        ("[pool]\nservice_classes = 'batch'\n", "pool.service_classes", "is not one"),
+        ("[pool]\nservice_classes = ['batch', 'batch']\n", "pool.service_classes", "is not one"),
+        ("[pools.a]\nservice_classes = ['batch', 'bulk']\n", "pools.a.service_classes", "interactive or batch"),
+        ("[pools.a]\nservice_classes = [['batch']]\n", "pools.a.service_classes", "interactive or batch"),
+        ("[pools.a]\nurls = []\n", "pools.a.urls", "accepted: an array of URLs, each once"),
+        ("[pools.a]\nurls = [5]\n", "pools.a.urls", "is not one"),
+        ("[pools.a]\nurls = ['']\n", "pools.a.urls", "is not one"),
+        ("[pools.a]\ninput_tokens_max = 0\n", "pools.a.input_tokens_max", "a whole number from 1 to 100000000"),
+        ("[pools.a]\ntenant = 5\n", "pools.a.tenant", "accepted: a tenant's name"),
+        ("[pools.a]\nthreads = 5\n", "pools.a.threads", "is unknown; accepted: one of replicas,"),
+        ("[pools]\nreplicas = 5\n", "pools.replicas", "is not one; accepted: a table"),
+        ("pools = []\n", "pools", "is not one; accepted: a table"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_its_path(tmp_path: Path, text: str, field: str, said: str) -> None:
@@ -54,6 +86,8 @@ def test_a_wrong_setting_is_refused_by_its_path(tmp_path: Path, text: str, field
         '[store.url]\npassword = "hunter2"\n',
         '[store]\nurl = "postgresql://u:hunter2@h/db\n',
         'database = "postgresql://u:hunter2@h/db"\n',
+        '[pools.a]\nurls = "http://u:hunter2@h"\n',
+        '[pools]\nurls = "http://u:hunter2@h"\n',
     ],
 )
 def test_what_may_hold_a_password_is_refused_unquoted(tmp_path: Path, text: str) -> None:

@@ -7,9 +7,11 @@ import pytest
 from tests.contract.engine_servers import CONTEXT_TOKENS, ScriptedServer, Wire
 
 from weir import errors
-from weir.app.engine_choice import check_engine_names, declare_models
-from weir.config import EngineConfig, PoolConfig
+from weir.app.engine_choice import check_engine_names, check_further_pools, declare_models
+from weir.config import EngineConfig, FurtherPoolConfig, PoolConfig, WeirConfig
 from weir.control.declared_models import DeclaredModels
+from weir.core.registry.model import Pool
+from weir.core.tenancy import ServiceClass
 from weir.engines.openai_compatible import OpenAICompatibleEngine
 
 NOWHERE = Path("/nowhere")
@@ -48,12 +50,78 @@ def test_settings_of_a_url_need_one(key: str, config: EngineConfig) -> None:
     check_engine_names(["http://engine"], config)
 
 
+# ── further pools ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+URLS = FurtherPoolConfig(urls=("http://one",))
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "pool", "field"),
+    [
+        ("simulated", "assistant", FurtherPoolConfig(), "pools.assistant"),
+        ("simulated", "completion", FurtherPoolConfig(), "pools.completion"),
+        ("simulated", "Jobs", FurtherPoolConfig(), "pools.Jobs"),
+        ("simulated", "a b", FurtherPoolConfig(), "pools.a b"),
+        ("simulated", "jobs", FurtherPoolConfig(tenant="Acme"), "pools.jobs.tenant"),
+        ("simulated", "jobs", URLS, "pools.jobs.urls"),
+        ("llamacpp", "jobs", URLS, "pools.jobs.urls"),
+        ("http://engine", "jobs", FurtherPoolConfig(), "pools.jobs.urls"),
+        ("http://engine", "jobs", FurtherPoolConfig(urls=("http://one", "http://me:zebra@two")), "pools.jobs.urls"),
+    ],
+)
+def test_a_further_pool_that_cannot_be_meant_is_refused(engine: str, name: str, pool: FurtherPoolConfig, field: str) -> None:
+    """Protects operators from a pool that takes another's place, that nobody can name, or whose engines are not its own."""
+    with pytest.raises(errors.InvalidRequest) as refused:
+        check_further_pools([engine], {"fine": URLS if engine.startswith("http") else FurtherPoolConfig(), name: pool})
+    assert refused.value.members["field"] == field and field in refused.value.detail and refused.value.members["accepted"]
+    assert "zebra" not in refused.value.detail + repr(refused.value.members)
+
+
+async def test_further_pools_serve_what_the_first_one_serves() -> None:
+    """Protects the declaration: one revision and one alias, each pool as configured, the first one's lanes if none are set."""
+    engine = OpenAICompatibleEngine()
+    jobs = FurtherPoolConfig(2, 8, "acme", (ServiceClass.BATCH,), 900)
+    config = WeirConfig(
+        pool=PoolConfig(service_classes=(ServiceClass.INTERACTIVE,), input_tokens_max=50),
+        pools={"jobs": jobs, "plain": FurtherPoolConfig()},
+    )
+    check_further_pools(["simulated"], config.pools)
+    models = await declare_models(["simulated"], config, NOWHERE, engine, lambda line: None)
+    [revision], [alias] = models.revisions, models.aliases
+    assert alias.revision == revision.id
+    assert models.pools == (
+        Pool("assistant", revision.id, 1, 64, service_classes=(ServiceClass.INTERACTIVE,), input_tokens_max=50),
+        Pool("jobs", revision.id, 2, 8, tenant="acme", service_classes=(ServiceClass.BATCH,), input_tokens_max=900),
+        Pool("plain", revision.id, 1, 64),
+    )
+
+
+async def test_a_further_pool_has_engines_of_its_own() -> None:
+    """Protects pools behind URLs: each has its own addresses, whose key is the one that is configured for all."""
+    async with ScriptedServer().running() as server:
+        engine, further = OpenAICompatibleEngine(), FurtherPoolConfig(urls=("http://127.0.0.1:9",), concurrency=3)
+        config = WeirConfig(pools={"jobs": further})
+        check_further_pools([server.url], config.pools)
+        try:
+            models = await declare_models([server.url], config, NOWHERE, engine, lambda line: None)
+        finally:
+            await engine.aclose()
+    assert [(pool.name, pool.urls, pool.concurrency) for pool in models.pools] == [
+        ("assistant", (server.url,), 16),
+        ("jobs", ("http://127.0.0.1:9",), 3),
+    ]
+
+
+# ── behind a URL ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 async def declared(server: ScriptedServer, *, start_ms: int = 60_000) -> tuple[DeclaredModels, list[str]]:
     """What a start with this server's URL declares, and what it says meanwhile."""
     engine, said = OpenAICompatibleEngine(), list[str]()
     config = EngineConfig(start_ms=start_ms)
     try:
-        return await declare_models([server.url], PoolConfig(), config, NOWHERE, engine, said.append), said
+        return await declare_models([server.url], WeirConfig(engine=config), NOWHERE, engine, said.append), said
     finally:
         await engine.aclose()
 

@@ -1,12 +1,16 @@
 """The fleet as the coordinator sees it: which replicas take work, and what is announced."""
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from weir.coordinator.fleet import Fleet
 from weir.core.endings import FinishReason
-from weir.core.registry.model import EngineKind
+from weir.core.registry.model import EngineKind, Pool
+from weir.core.routing.capacity import Need
 from weir.core.routing.replica import ReplicaState
-from weir.messages import ReplicaAddress
+from weir.messages import ReplicaAddress, ReplicaPace
 from weir.units import Millis, Nanos, ns_from_ms
 
 
@@ -37,7 +41,7 @@ def clock() -> HandClock:
 def fleet(clock: HandClock) -> Fleet:
     """A pool with two replicas that start."""
     fleet = Fleet(clock)
-    fleet.add_pool("pool", "rev")
+    fleet.add_pool(Pool("pool", "rev", 2, 2))
     fleet.add("a", "pool", 2)
     fleet.add("b", "pool", 3)
     return fleet
@@ -52,8 +56,8 @@ def test_a_replica_is_ready_once_it_answered(fleet: Fleet) -> None:
     """Protects late binding: nothing is offered before, and each change is announced once."""
     changes: list[int] = []
     fleet.on_change = lambda: changes.append(len(fleet.ready_addresses()))
-    pool = fleet.pool_of("rev")
-    assert pool is not None and fleet.lanes(pool) == (0, 0) and fleet.pool_of("other") is None
+    [pool] = fleet.pools_of("rev")
+    assert fleet.lanes(pool) == (0, 0) and fleet.pools_of("other") == ()
     fleet.answered(_address("a"))
     fleet.answered(_address("a"))
     fleet.answered(_address("a", "moved"))
@@ -156,12 +160,41 @@ def test_a_pool_on_demand_asks_for_a_replica() -> None:
     """Protects the first request of an idle pool: it starts one and is told when to come back."""
     fleet, asked = Fleet(HandClock()), list[str]()
     fleet.on_demand = asked.append
-    fleet.add_pool("idle", "rev", on_demand=True)
-    fleet.add_pool("idle", "rev", on_demand=True)
-    fleet.add_pool("kept", "other")
+    idle = Pool("idle", "rev", 1, 1, on_demand=True)
+    fleet.add_pool(idle)
+    fleet.add_pool(idle)
+    fleet.add_pool(Pool("kept", "other", 1, 1))
     for revision in ("rev", "other"):
-        pool = fleet.pool_of(revision)
-        assert pool is not None
+        [pool] = fleet.pools_of(revision)
         fleet.demand(pool)
     assert asked == ["idle"]
-    assert set(fleet.replicas_by_pool()) == {"idle", "kept"}
+    assert [pool.name for pool in fleet.pools] == ["idle", "kept"]
+
+
+def test_a_revision_may_have_several_pools(fleet: Fleet) -> None:
+    """Protects placement among pools: each in the order in which it came, with its own replicas; none takes another's place."""
+    second = Pool("jobs", "rev", 1, 4, tenant="acme")
+    fleet.add_pool(second)
+    fleet.add_pool(second)
+    fleet.add("c", "jobs", 4)
+    found = fleet.pools_of("rev")
+    assert [(view.name, view.revision, set(view.replicas)) for view in found] == [
+        ("pool", "rev", {"a", "b"}),
+        ("jobs", "rev", {"c"}),
+    ]
+    assert found[1].pool is second and fleet.pools_of("other") == ()
+
+
+def test_room_and_memory_are_told_apart(fleet: Fleet) -> None:
+    """Protects the door's figures: behind prompts there is memory and no room, in a full memory neither, where it may go."""
+    fleet.answered(msgspec.structs.replace(_address("a"), kv_tokens=100, pace=ReplicaPace(5.0, 0.5, 10.0)))
+    fleet.answered(msgspec.structs.replace(_address("b"), kv_tokens=100))
+    [pool] = fleet.pools
+    pool.replicas["a"].take_lane(60, 40)
+    need = Need(40, 10, backlog_ms=20)
+    assert pool.has_memory(need) and pool.has_room(need)
+    assert pool.has_memory(need, "b") and not pool.has_room(need, "b")
+    assert pool.has_room(replace(need, backlog_ms=21), "b")
+    assert not pool.has_memory(replace(need, kv_tokens=41), "b")
+    pool.replicas["a"].take_lane()
+    assert not pool.has_memory(need, "b"), "no lane is free"

@@ -1,7 +1,9 @@
 """Planning: what can never work is refused before anything is asked; salts and digests are each tenant's own."""
 
+import tracemalloc
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from weir import errors
@@ -9,22 +11,23 @@ from weir.core.metering import InputBasis, Price
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
 from weir.core.request import InferenceRequest, Message
+from weir.core.routing.prefixes import MARKS_END_BYTES, MARKS_MAX
 from weir.core.tenancy import Application, Principal, ServiceClass, Tenant
 from weir.engines.simulated import SimulatedEngine
 from weir.gateway.inbox import Inbox
-from weir.gateway.planning import Planner
+from weir.gateway.planning import MARK_DIGEST_BYTES, Ids, Planner, acquire_of
 from weir.messages import FleetView, ReplicaAddress
 
 CHAT = Revision("chat@1", EngineKind.SIMULATED, "demo", 1_000, 500, 64, Price(1, 1, 1, 1))
 BASE = replace(CHAT, id="base@1", chat=False)
-REPLICA = ReplicaAddress("r1", "chat", CHAT.id, EngineKind.SIMULATED, "", CHAT.id, 1_000, counts_tokens=True)
+REPLICA = ReplicaAddress("r1", "chat", CHAT.id, EngineKind.SIMULATED, "", CHAT.id, 1_000, True, cache_salt=True)
 
 
 def _principal(tenant: str) -> Principal:
     return Principal(tenant, "app", "key", ServiceClass.INTERACTIVE)
 
 
-def _planner(*, ready: bool = True) -> Planner:
+def _planner(*, ready: int = 1, salt_key: bytes = b"salt key") -> Planner:
     inbox = Inbox()
     tenants = {name: Tenant(name) for name in ("acme", "globex")}
     aliases = {"chat": Alias("chat", CHAT.id, 100), "base": Alias("base", BASE.id, 100)}
@@ -38,9 +41,17 @@ def _planner(*, ready: bool = True) -> Planner:
             pools={"chat": Pool("chat", CHAT.id, 1, 1)},
         )
     )
-    inbox.deliver(FleetView((REPLICA,) if ready else ()))
+    both = REPLICA, msgspec.structs.replace(REPLICA, revision=BASE.id)
+    inbox.deliver(FleetView(both * ready))
     engine = SimulatedEngine()
-    return Planner(inbox, lambda kind: engine, b"digest key", b"salt key")
+    return Planner(inbox, lambda kind: engine, b"digest key", salt_key)
+
+
+async def _prefix(
+    planner: Planner, prompt: str | tuple[Message, ...], tenant: str = "acme", revision: Revision = CHAT
+) -> tuple[bytes, ...]:
+    plan = await planner.plan(_principal(tenant), InferenceRequest("chat", "any"))
+    return planner.prefix(replace(plan, revision=revision, request=replace(plan.request, prompt=prompt)))
 
 
 async def test_salts_differ_between_tenants_and_hold_for_one() -> None:
@@ -67,7 +78,7 @@ async def test_the_digest_names_what_is_generated_and_nothing_else() -> None:
 async def test_the_digest_does_not_depend_on_who_could_count() -> None:
     """A retry while no replica can count is still the same body, also near the end of the window."""
     request = InferenceRequest("chat", "x" * 3_800)
-    counted, uncounted = _planner(), _planner(ready=False)
+    counted, uncounted = _planner(), _planner(ready=0)
     exact = await counted.plan(_principal("acme"), request)
     bound = await uncounted.plan(_principal("acme"), request)
     assert exact.max_output_tokens < bound.max_output_tokens
@@ -88,7 +99,7 @@ async def test_an_exact_count_bounds_the_output() -> None:
 
 async def test_without_a_counter_the_upper_bound_is_held() -> None:
     """Where nobody can count, nothing is refused as too long: the engine decides."""
-    planner = _planner(ready=False)
+    planner = _planner(ready=0)
     plan = await planner.plan(_principal("acme"), InferenceRequest("chat", "é" * 2_000))
     assert plan.input_basis is InputBasis.UPPER_BOUND
     assert plan.input_tokens >= 4_000
@@ -107,3 +118,127 @@ async def test_what_can_never_work_is_refused(request_: InferenceRequest, refusa
     """Unknown aliases, conversations with a base model and too much output end before anything is asked."""
     with pytest.raises(refusal):
         await _planner().plan(_principal("acme"), request_)
+
+
+async def test_appended_messages_keep_all_marks() -> None:
+    """Protects affinity: a conversation's next turn is known to hold all that the last one held."""
+    planner = _planner(ready=2)
+    turns = tuple(Message(role, f"{number} " * 150) for number, role in enumerate(["system", *["user", "assistant"] * 4]))
+    known: tuple[bytes, ...] = ()
+    for end in range(1, len(turns) + 1):
+        prefix = await _prefix(planner, turns[:end])
+        assert len(prefix) > len(known) and prefix[: len(known)] == known
+        known = prefix
+
+
+async def test_a_text_that_grows_keeps_all_marks() -> None:
+    """Protects affinity at a text's end, wherever a mark falls: nothing is digested there that longer texts do not have."""
+    planner = _planner(ready=2)
+    for size in range(240, 260):
+        prefix = await _prefix(planner, "é" * size)
+        longer = await _prefix(planner, "é" * size + "more" * 200)
+        appended = await _prefix(planner, (Message("user", "é" * size), Message("assistant", "more" * 200)))
+        assert len(prefix) in (1, 2) and longer[: len(prefix)] == appended[: len(prefix)] == prefix
+        assert longer[2:] != appended[2:]
+
+
+async def test_a_plain_prompt_is_known_as_one_message() -> None:
+    """Protects affinity between surfaces: what the engine gets alike has the same marks."""
+    planner = _planner(ready=2)
+    prefix = await _prefix(planner, "x" * 600)
+    assert len(prefix) == 2
+    assert prefix == await _prefix(planner, (Message("user", "x" * 600),))
+    assert prefix[0] != (await _prefix(planner, (Message("system", "x" * 600),)))[0]
+
+
+async def test_what_is_divided_differently_has_other_marks() -> None:
+    """Protects predictions: two messages are not one that contains what divides them."""
+    planner = _planner(ready=2)
+    two = (Message("user", "x" * 50), Message("user", "x" * 250))
+    for divider in ("", "\x00user\x00", "user", "ÿuserÿ"):
+        assert (await _prefix(planner, "x" * 50 + divider + "x" * 250))[0] != (await _prefix(planner, two))[0]
+
+
+async def test_equal_prompts_share_no_mark_between_tenants_revisions_or_platforms() -> None:
+    """Protects isolation: digests link no prompts across tenants, and nobody can guess a text without the secret."""
+    planner, prompt = _planner(ready=2), "the same prompt " * 40
+    prefixes = [
+        await _prefix(planner, prompt),
+        await _prefix(planner, prompt, "globex"),
+        await _prefix(planner, prompt, revision=BASE),
+        await _prefix(_planner(ready=2, salt_key=b"another key"), prompt),
+    ]
+    digests = {digest for prefix in prefixes for digest in prefix}
+    assert len(digests) == 4 * len(prefixes[0]) == 8
+    assert {len(digest) for digest in digests} == {MARK_DIGEST_BYTES}
+
+
+@pytest.mark.parametrize(("ready", "size"), [(0, 1_000), (1, 1_000), (2, 250)])
+async def test_no_marks_without_a_choice_or_a_beginning(ready: int, size: int) -> None:
+    """Protects the gateway's time: one replica needs no choice, and a short prompt is not worth one."""
+    assert await _prefix(_planner(ready=ready), "x" * size) == ()
+    assert len(await _prefix(_planner(ready=2), "x" * 251)) == 1
+
+
+@pytest.mark.parametrize("letter", ["x", "\U0001f600"])
+async def test_only_the_marked_beginning_is_looked_at(letter: str) -> None:
+    """Protects memory: of 8 MiB no more is copied than the marks reach, and what follows them changes nothing."""
+    planner = _planner(ready=2)
+    prompt = letter * ((8 << 20) // len(letter.encode()))
+    plan = await planner.plan(_principal("acme"), InferenceRequest("chat", "any"))
+    whole, cut, other = (
+        replace(plan, request=replace(plan.request, prompt=text)) for text in (prompt, prompt[:MARKS_END_BYTES], "y" + prompt)
+    )
+    tracemalloc.start()
+    try:
+        prefix = planner.prefix(whole)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < MARKS_END_BYTES + (1 << 19)
+    assert len(prefix) == MARKS_MAX
+    assert planner.prefix(cut) == prefix
+    assert not set(planner.prefix(other)) & set(prefix)
+
+
+async def test_the_coordinator_gets_digests_and_no_text() -> None:
+    """Protects privacy: what is asked of the coordinator carries the marks and nothing of the prompt."""
+    planner = _planner(ready=2)
+    plan = await planner.plan(_principal("acme"), InferenceRequest("chat", "a private word " * 40))
+    prefix = planner.prefix(plan)
+    acquire = acquire_of(plan, Ids(1, "request", "generation"), planner.digest(plan), prefix, "native", 0)
+    assert acquire.prefix == prefix and len(prefix) == 2
+    assert b"private" not in msgspec.msgpack.encode(acquire)
+
+
+@pytest.mark.parametrize(
+    ("owner", "own_pool", "leaves", "counted"),
+    [
+        (None, False, False, InputBasis.EXACT),
+        ("acme", False, False, InputBasis.EXACT),
+        ("globex", False, False, InputBasis.UPPER_BOUND),
+        (None, True, False, InputBasis.UPPER_BOUND),
+        (None, True, True, InputBasis.EXACT),
+    ],
+)
+async def test_only_engines_that_may_see_a_prompt_count_it(
+    owner: str | None, own_pool: bool, leaves: bool, counted: InputBasis
+) -> None:
+    """Protects dedicated pools both ways: no prompt goes to another tenant's engines, nor out of its own, to be counted."""
+    inbox = Inbox()
+    pools = [replace(Pool("chat", CHAT.id, 1, 1), tenant=owner)]
+    if own_pool:
+        pools.append(Pool("own", CHAT.id, 1, 1, tenant="acme"))
+    inbox.deliver(
+        Snapshot(
+            version=1,
+            tenants={"acme": Tenant("acme", leaves_its_pools=leaves)},
+            applications={("acme", "app"): Application("acme", "app")},
+            aliases={"chat": Alias("chat", CHAT.id, 100)},
+            revisions={CHAT.id: CHAT},
+            pools={pool.name: pool for pool in pools},
+        )
+    )
+    inbox.deliver(FleetView((REPLICA,)))
+    planner = Planner(inbox, lambda kind: SimulatedEngine(), b"digest key", b"salt key")
+    assert (await planner.plan(_principal("acme"), InferenceRequest("chat", "a question"))).input_basis is counted

@@ -162,8 +162,8 @@ def test_steps_timers_and_what_is_ready_come_in_the_order_of_time() -> None:
 def test_percentiles_are_nearest_ranks() -> None:
     """Protects figures: a percentile is a value that occurred."""
     assert percentiles([]) is None
-    assert percentiles([7.0]) == {"p50": 7.0, "p95": 7.0, "p99": 7.0}
-    assert percentiles([float(value) for value in range(100, 0, -1)]) == {"p50": 50.0, "p95": 95.0, "p99": 99.0}
+    assert percentiles([7.0]) == {"p50": 7.0, "p90": 7.0, "p95": 7.0, "p99": 7.0}
+    assert percentiles([float(value) for value in range(100, 0, -1)]) == {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0}
     assert [window_seconds(span_s) for span_s in (1, 240, 241, 3_600, 86_400)] == [1, 1, 2, 20, 600]
 
 

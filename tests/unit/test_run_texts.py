@@ -11,8 +11,8 @@ from weir import errors
 from weir.engines.simulated_batch import Step
 from weir.engines.step_time import step_time
 from weir.sim.runs.arrivals import Arrival, Burst, DrawnWorkload, drawn_workload, with_burst
-from weir.sim.runs.outages import OutageKind, faults_of
-from weir.sim.runs.paces import engine_model
+from weir.sim.runs.outages import Outage, OutageKind, SlowClients, faults_of, slow_clients_of
+from weir.sim.runs.paces import engine_model, warmed_up
 from weir.sim.runs.terms import number, seconds, whole
 
 TENANTS = ("a", "b")
@@ -95,6 +95,25 @@ def test_faults_are_read_with_their_times() -> None:
     assert bursts == (Burst(10.0, 60.0, 5.0, "b"),)
 
 
+def test_a_slow_start_a_noisy_tenant_and_slow_clients_are_read() -> None:
+    """Protects the other faults: how slow and how long a replacement is, whose requests multiply, who reads slowly."""
+    texts = [
+        "slow-start@60,start=2m,speed=0.25,for=30",
+        "slow-start@5",
+        "noisy@9,tenant=a",
+        "slow-clients@3,share=0.5,rate=80,for=4",
+    ]
+    outages, bursts = faults_of(texts, 2, TENANTS)
+    assert outages == (
+        Outage(OutageKind.SLOW_START, 60.0, None, 30.0, 120.0, 0.25),
+        Outage(OutageKind.SLOW_START, 5.0, None, 60.0, None, 0.5),
+    )
+    assert bursts == faults_of(["burst@9,tenant=a"], 2, TENANTS)[1]
+    (slow,) = slow_clients_of(texts)
+    assert slow == SlowClients(3.0, 4.0, 0.5, 80)
+    assert [slow.covers(Arrival(at_s, "a", 1, 1)) for at_s in (2.9, 3.0, 6.9, 7.0)] == [False, True, True, False]
+
+
 # ── what is wrong ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -158,12 +177,20 @@ def test_a_wrong_engine_is_refused(text: str) -> None:
             "burst@5,replica=1",
             "kill@5,replica=1.5",
         ],
+        *["slow-start@5,speed=0", "slow-start@5,factor=2", "noisy@5", "noisy@5,tenant=c", "slow-clients@x"],
     ],
 )
 def test_a_wrong_fault_is_refused(text: str) -> None:
     """Protects people from a fault that would not happen."""
     with pytest.raises(errors.InvalidRequest, match="--fault"):
         faults_of([text], 2, TENANTS)
+
+
+@pytest.mark.parametrize("text", ["slow-clients@5,share=2", "slow-clients@5,rate=0", "slow-clients@5,factor=2", "melt@5"])
+def test_wrong_slow_clients_are_refused(text: str) -> None:
+    """Protects people from clients that would read as ever."""
+    with pytest.raises(errors.InvalidRequest, match="--fault"):
+        slow_clients_of([text])
 
 
 def test_numbers_have_ranges() -> None:
@@ -177,3 +204,13 @@ def test_numbers_have_ranges() -> None:
     for wrong in ("", "5d", "-1s", "s", "999h9", "99999h"):
         with pytest.raises(errors.InvalidRequest, match="like 90, 90s, 15m or 1h"):
             seconds("x", wrong)
+
+
+@pytest.mark.parametrize(
+    ("engine", "first_ms", "input_ms", "output_ms"),
+    [("linear:a=5,b=2,c=0,d=0.1", 5.0, 0.1, 7.0), ("flat:1000", 1.0, 0.0, 1.0), ("linear:a=5,b=2,d=0.1,kv=64", 5.0, 0.1, 7.0)],
+)
+def test_a_warm_up_measures_an_idle_replica(engine: str, first_ms: float, input_ms: float, output_ms: float) -> None:
+    """Protects the prior that placement starts from: a short and a long prompt tell the parts of a step's time."""
+    pace = warmed_up(engine_model(engine))
+    assert (pace.first_ms, pace.input_ms, pace.output_ms) == pytest.approx((first_ms, input_ms, output_ms))

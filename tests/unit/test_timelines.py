@@ -24,6 +24,8 @@ from weir.core.ledger.reservation import Held
 from weir.core.metering import worst_case
 from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES
 from weir.core.request import Queued
+from weir.core.routing.capacity import NOTHING, Need
+from weir.core.routing.prefixes import PrefixIndex
 from weir.core.routing.replica import Replica, ReplicaEvent, ReplicaLimits
 from weir.core.tenancy import scopes_of
 from weir.messages import Finish, Stopped
@@ -68,7 +70,7 @@ def execution_of(request_id: str, number: int = 1, tenant: str = ASKED.tenant, a
 
 def admit(timelines: Timelines, execution: Execution) -> Execution:
     """Tell of an admission behind two others."""
-    timelines.admitted(execution, TAKEN, DoorFigures(4, 0, 2, 750))
+    timelines.admitted(execution, TAKEN, DoorFigures("pool", 4, 0, 2, 750, 30))
     return execution
 
 
@@ -117,13 +119,14 @@ def test_a_head_that_is_considered_often_takes_one_event() -> None:
     timelines = Timelines(ManualClock(), 3)
     execution = admit(timelines, execution_of("it"))
     for running in range(200):
-        timelines.considered(execution, Candidates([Candidate("first", 0, running, None, WhyNot.FULL)]))
+        timelines.considered(execution, Candidates([Candidate("first", 0, running, 70, 7, why_not=WhyNot.FULL)]))
     timelines.queued(execution, 0, 0)
     timelines.considered(execution, Candidates())
     [shown] = timelines.of("it")
     assert [event["event"] for event in shown["events"]] == ["received", "admitted", "considered", "queued", "considered"]
     assert shown["events"][2]["times"] == 200
-    assert shown["events"][2]["candidates"] == [{"replica": "first", "free": 0, "running": 199, "why_not": "full"}]
+    seen = {"replica": "first", "free": 0, "running": 199, "kv_tokens": 70, "prefill_tokens": 7, "why_not": "full"}
+    assert shown["events"][2]["candidates"] == [seen]
     assert shown["events"][4] == {"event": "considered", "at_ms": 0.0, "times": 1}
 
 
@@ -132,26 +135,45 @@ def test_of_many_candidates_some_are_kept_and_the_chosen_one() -> None:
     timelines = Timelines(ManualClock(), 3)
     execution = admit(timelines, execution_of("it"))
     replicas = [Replica(f"replica-{number}", "pool", ReplicaLimits(2)) for number in range(33)]
-    timelines.considered(execution, candidates_of(replicas, chosen=replicas[30]))
+    timelines.considered(execution, candidates_of(replicas, NOTHING, PrefixIndex(), chosen=replicas[30]))
     [*_, looked] = timelines.of("it")[0]["events"]
     assert len(looked["candidates"]) == CANDIDATES_MAX and looked["more_candidates"] == 33 - CANDIDATES_MAX
     assert [one["replica"] for one in looked["candidates"][-2:]] == ["replica-6", "replica-30"]
 
 
 def test_candidates_say_why_a_replica_does_not_take_it() -> None:
-    """Protects the reasons of a placement: full, avoided or not ready, and else the share of lanes that was compared."""
-    replicas = [Replica(name, "pool", ReplicaLimits(2)) for name in ("idle", "half", "busy", "failed", "starting")]
-    for replica in replicas[:4]:
+    """Protects the reasons of a placement: full, avoided, not ready or no room, and else the tokens that were compared."""
+    names = ("idle", "half", "busy", "failed", "holding", "crowded", "starting")
+    replicas = [Replica(name, "pool", ReplicaLimits(2)) for name in names]
+    for replica in replicas[:-1]:
         replica.advance(ReplicaEvent.ANSWERED)
-    for replica in (replicas[1], replicas[2], replicas[2]):
-        replica.take_lane()
-    assert candidates_of(replicas, avoid="failed").kept == [
-        Candidate("idle", 2, 0, 0.0),
-        Candidate("half", 1, 1, 0.5),
-        Candidate("busy", 0, 2, None, WhyNot.FULL),
-        Candidate("failed", 2, 0, None, WhyNot.AVOIDED),
-        Candidate("starting", 0, 0, None, WhyNot.NOT_READY),
+    for replica in (replicas[1], replicas[2], replicas[2], replicas[5]):
+        replica.take_lane(100, 40)
+    replicas[5].room.kv_tokens_max = 150
+    index, prefix = PrefixIndex(), (b"first", b"second")
+    index.placed("holding", prefix[:1], 32)
+    assert candidates_of(replicas, Need(80, 64, prefix, 512), index, "failed").kept == [
+        Candidate("idle", 2, 0, 0, 0, None, 64),
+        Candidate("half", 1, 1, 100, 40, None, 104),
+        Candidate("busy", 0, 2, 200, 80, why_not=WhyNot.FULL),
+        Candidate("failed", 2, 0, 0, 0, why_not=WhyNot.AVOIDED),
+        Candidate("holding", 2, 0, 0, 0, 32, 32),
+        Candidate("crowded", 1, 1, 100, 40, why_not=WhyNot.NO_ROOM),
+        Candidate("starting", 0, 0, 0, 0, why_not=WhyNot.NOT_READY),
     ]
+
+
+def test_a_replica_on_trial_says_so() -> None:
+    """Protects the answer to why an almost empty replica takes nothing: it is tried with one request at a time."""
+    replica = Replica("tried", "pool", ReplicaLimits(2), back_off_ms=1)
+    replica.advance(ReplicaEvent.ANSWERED)
+    for _ in range(2):
+        replica.attempt_ended(None, FinishReason.STALLED, 0, showed_output=False)
+        replica.answered(0)
+    replica.answered(1_000_000)
+    replica.take_lane()
+    [seen] = candidates_of([replica], NOTHING, PrefixIndex()).kept
+    assert seen == Candidate("tried", 0, 1, 0, 0, why_not=WhyNot.ON_TRIAL)
 
 
 def test_executions_and_rejections_of_an_id_stand_beside_each_other() -> None:
@@ -194,7 +216,7 @@ def test_an_admission_shows_what_is_held_and_the_door() -> None:
         "windows": ["day/2023-11-14", "lifetime"],
         "scopes": [scope.public() for scope in SCOPES],
         "takes": [{"limit": "tokens_per_minute", "units": 15}],
-        "door": {"lanes": 4, "free": 0, "waiting": 2, "predicted_wait_ms": 750},
+        "door": {"pool": "pool", "lanes": 4, "free": 0, "waiting": 2, "predicted_wait_ms": 750, "prefill_ms": 30},
     }
     assert not {"session_key", "body_digest"} & received.keys()
 
@@ -226,7 +248,7 @@ def test_an_attempt_is_dispatched_once_however_often_it_is_said(said: int) -> No
         replica = Replica(name, "pool", ReplicaLimits(2))
         execution.placements.append(Placement(replica, 0, attempt, attempt * 2_000_000))
         for _ in range(said):
-            timelines.dispatched(execution, replica, Candidates([Candidate(name, 2, 0, 0.0)]))
+            timelines.dispatched(execution, replica, Candidates([Candidate(name, 2, 0, 0, 0, None, 5)]))
         if attempt == 1:
             timelines.finished(execution, failed)
             timelines.lost(execution, failed)
@@ -243,7 +265,7 @@ def test_an_attempt_is_dispatched_once_however_often_it_is_said(said: int) -> No
         "attempt": 2,
         "replica": "second",
         "lane": 0,
-        "candidates": [{"replica": "second", "free": 2, "running": 0, "score": 0.0}],
+        "candidates": [{"replica": "second", "free": 2, "running": 0, "kv_tokens": 0, "prefill_tokens": 0, "score": 5}],
     }
     assert shown["events"][4] == {"event": "lost", "at_ms": 0.0, "attempt": 1, "reason": "replica_lost"}
     assert shown["events"][7] == {"event": "stopped", "at_ms": 0.0, "attempt": 2, "stop_ms": 3.25, "confirmed": True}

@@ -115,10 +115,14 @@ def create_admin_app(parts: AdminParts) -> FastAPI:
 @router.post("/tenants", status_code=201, response_model=TenantView, responses=PENDING)
 async def create_tenant(body: NewTenant, caller: Operator, parts: Parts) -> JSONResponse:
     """Create a tenant."""
-    external_allowed = bool(body.external_allowed)
-    weight = 1 if body.weight is None else body.weight
-    zone = body.time_zone or "UTC"
-    tenant, done = await parts.commands.create_tenant(caller.actor, body.name, zone, external_allowed, weight)
+    tenant, done = await parts.commands.create_tenant(
+        caller.actor,
+        body.name,
+        body.time_zone or "UTC",
+        external_allowed=bool(body.external_allowed),
+        weight=1 if body.weight is None else body.weight,
+        leaves_its_pools=bool(body.leaves_its_pools),
+    )
     return acknowledged(TenantView.model_validate(tenant), done, 201)
 
 
@@ -147,6 +151,7 @@ async def patch_tenant(tenant: str, body: TenantPatch, caller: Operator, parts: 
         time_zone=body.time_zone,
         external_allowed=body.external_allowed,
         weight=body.weight,
+        leaves_its_pools=body.leaves_its_pools,
     )
     return acknowledged(TenantView.model_validate(changed), done)
 

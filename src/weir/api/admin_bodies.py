@@ -63,6 +63,7 @@ class NewTenant(Body):
     time_zone: str | None = None
     external_allowed: bool | None = None
     weight: Weight = None
+    leaves_its_pools: bool | None = None
 
 
 class TenantPatch(Body):
@@ -72,6 +73,7 @@ class TenantPatch(Body):
     time_zone: str | None = None
     external_allowed: bool | None = None
     weight: Weight = None
+    leaves_its_pools: bool | None = None
     retention: Any = None
 
 

@@ -41,6 +41,7 @@ class TenantView(Changed):
     revoked: bool
     external_allowed: bool
     weight: int
+    leaves_its_pools: bool
 
 
 class ApplicationView(Changed):
@@ -246,7 +247,12 @@ class LedgerView(View):
 
 
 class ReplicaShown(View):
-    """A replica; running is the number of requests on it now."""
+    """A replica; of its concurrency, allowed may be taken, as it adapts to its pace, and running is the requests on it now.
+
+    kv_tokens: what its KV memory has room for, null where it does not say; kv_tokens_reserved: for what runs. prefill_tokens:
+    of prompts that it has still to read. pace: measured as it became ready, idle: its first output after first_ms + input_ms
+    per input token, output_ms per later token; null where it was not warmed up.
+    """
 
     name: str
     pool: str
@@ -257,8 +263,13 @@ class ReplicaShown(View):
     model: str
     context_tokens: int
     concurrency: int
+    allowed: int
     running: int
     capabilities: dict[str, bool]
+    kv_tokens: int | None
+    kv_tokens_reserved: int
+    prefill_tokens: int
+    pace: dict[str, float] | None
     detail: str | None
 
 
@@ -269,7 +280,7 @@ class ReplicaList(View):
 
 
 class PoolShown(View):
-    """A pool; replicas is the wanted number, ready those that serve."""
+    """A pool; replicas is the wanted number, ready those that serve. tenant: whose it is alone, null where it is shared."""
 
     name: str
     revision: str
@@ -279,6 +290,9 @@ class PoolShown(View):
     queued: int
     running: int
     on_demand: bool
+    tenant: str | None
+    service_classes: list[ServiceClass]
+    input_tokens_max: int | None
 
 
 class PoolList(View):

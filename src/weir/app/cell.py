@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from weir.api.tenant_app import TenantApp
-from weir.app.engine_choice import check_engine_names, declare_models
+from weir.app.engine_choice import check_engine_names, check_further_pools, declare_models
 from weir.app.running_view import RunningCell, gauges_of
 from weir.app.servers import (
     MetricsServer,
@@ -37,7 +37,7 @@ from weir.control.refresh import Refresh
 from weir.control.supervisor import Supervisor
 from weir.coordinator.coordinator import Coordinator, CoordinatorParts
 from weir.coordinator.execution_table import ExecutionTable
-from weir.coordinator.fleet import Fleet
+from weir.coordinator.fleet import Adapting, Fleet
 from weir.coordinator.recovery import Recovered, recover
 from weir.coordinator.rejections import RejectionCounter
 from weir.core.registry.model import EngineKind
@@ -95,9 +95,9 @@ class Engines:
     """One client per engine kind."""
 
     def __init__(self, config: WeirConfig) -> None:
-        idle_ms = config.engine.idle_ms
-        self._llamacpp = LlamaCppEngine(idle_ms=idle_ms)
-        self._openai = OpenAICompatibleEngine(idle_ms=idle_ms)
+        first_output_ms, idle_ms = config.engine.first_output_ms, config.engine.idle_ms
+        self._llamacpp = LlamaCppEngine(first_output_ms=first_output_ms, idle_ms=idle_ms)
+        self._openai = OpenAICompatibleEngine(first_output_ms=first_output_ms, idle_ms=idle_ms)
 
     def of(self, kind: EngineKind) -> Engine:
         """The client that speaks to this kind of engine."""
@@ -119,7 +119,7 @@ class Cell:
         self._clock = SystemClock()
         self._entropy = SystemEntropy()
         self._telemetry = Telemetry()
-        self._fleet = Fleet(self._clock, options.config.engine.restart_backoff_ms)
+        self._fleet = Fleet(self._clock, _adapting(options.config))
         self._fleet.on_state = _log_state
         self._engines = Engines(options.config)
         self._inbox = Inbox()
@@ -182,8 +182,7 @@ class Cell:
         options, directory = self._options, self._stores.directory
         models = await declare_models(
             options.engines,
-            self._config.pool,
-            self._config.engine,
+            self._config,
             directory.path / "models",
             self._engines.of(EngineKind.OPENAI),
             options.announce,
@@ -341,6 +340,15 @@ _YOUNG_OBJECTS = 20_000
 """Requests leave few cycles: collecting every 700 objects, as Python does, cost a tenth of the CPU of a request."""
 
 
+def _adapting(config: WeirConfig) -> Adapting:
+    """How replicas adapt."""
+    coordinator = config.coordinator
+    return Adapting(
+        back_off_ms=config.engine.restart_backoff_ms,
+        least_percent=coordinator.concurrency_min_percent,
+    )
+
+
 def _settle_garbage_collector() -> None:
     """What the start made lives as long as the process: leave it out of every collection, and collect less often."""
     gc.collect()
@@ -362,6 +370,7 @@ async def run_cell(options: CellOptions, stop: asyncio.Event, on_ready: Callable
     StaleEpoch when a newer cell took the database over, and whatever broke the cell.
     """
     check_engine_names(options.engines, options.config.engine)
+    check_further_pools(options.engines, options.config.pools)
     async with open_stores(options.state, options.config.store, options.announce) as stores:
         cell = Cell(options, stores)
         cell.remove_ready_files()

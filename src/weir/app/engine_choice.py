@@ -2,13 +2,14 @@
 
 `llamacpp`: the packaged models, SmolLM2 behind alias `assistant` and, on demand, Gemma behind `completion`. `simulated`: one
 simulated model. A URL: the first model that an OpenAI-compatible server lists, once it answers with our key. A revision's id
-carries a digest of everything that makes it what it is, so another artifact or window is another revision.
+carries a digest of everything that makes it what it is, so another artifact or window is another revision. Further pools serve
+what `assistant` means.
 """
 
 import asyncio
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +17,10 @@ from pathlib import Path
 import msgspec
 
 from weir import errors
-from weir.config import EngineConfig, PoolConfig, read_api_key
+from weir.config import EngineConfig, FurtherPoolConfig, PoolConfig, WeirConfig, read_api_key
 from weir.control.bootstrap import DEMO_PRICE
 from weir.control.declared_models import DeclaredModels
+from weir.control.validation import NAME_PATTERN
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
 from weir.engines.http_exchange import parse_origin
 from weir.engines.packaged_models import gemma_path, smollm2_path
@@ -28,6 +30,8 @@ from weir.units import Millis, Tokens
 
 SIMULATED = "simulated"
 LLAMACPP = "llamacpp"
+_ASSISTANT = "assistant"
+_COMPLETION = "completion"
 _UNSTATED_CONTEXT_TOKENS = 8_192
 """Window of a served model when neither its server nor the configuration says one."""
 
@@ -57,64 +61,94 @@ def check_engine_names(engines: list[str], config: EngineConfig) -> None:
             members={"field": "--engine", "accepted": "simulated, llamacpp, URL [URL ...]"},
         )
     for url in urls:
-        try:
-            parse_origin(url)
-        except errors.EngineError as fault:
-            raise errors.InvalidRequest(
-                "--engine takes a URL of scheme, host, port and path alone; a key belongs in the file of engine.api_key_file.",
-                members={"field": "--engine", "accepted": "http[s]://HOST[:PORT][/PATH]"},
-            ) from fault
+        _check_url("--engine", url)
     of_urls = {"engine.api_key_file": config.api_key_file is not None, "engine.external": config.external}
     for key, is_set in of_urls.items():
         if is_set and not urls:
-            raise errors.InvalidRequest(
-                f"Configuration key '{key}' is set, but no --engine is a URL; accepted: only with --engine URL.",
-                members={"field": key, "accepted": "only with --engine URL"},
-            )
+            raise _refused(key, "is set, but no --engine is a URL", "only with --engine URL")
+
+
+def check_further_pools(engines: list[str], pools: Mapping[str, FurtherPoolConfig]) -> None:
+    """Refuse a name that is taken or none, and addresses of engines unless `--engine` is a URL too. Raises InvalidRequest."""
+    behind_urls = engines not in ([SIMULATED], [LLAMACPP])
+    for name, pool in pools.items():
+        key = f"pools.{name}"
+        if name in (_ASSISTANT, _COMPLETION):
+            raise _refused(key, "has the name of an alias's own pool", f"a name other than {_ASSISTANT} and {_COMPLETION}")
+        for named, text in ((key, name), (f"{key}.tenant", pool.tenant)):
+            if text is not None and not re.fullmatch(NAME_PATTERN, text):
+                raise _refused(named, "is not a valid name", NAME_PATTERN)
+        if bool(pool.urls) is not behind_urls:
+            problem = "is set, but no --engine is a URL" if pool.urls else "is missing, but --engine is a URL"
+            raise _refused(f"{key}.urls", problem, "with --engine URL, and only then, the URLs of this pool's own engines")
+        for url in pool.urls:
+            _check_url(f"{key}.urls", url)
+
+
+def _check_url(key: str, url: str) -> None:
+    try:
+        parse_origin(url)
+    except errors.EngineError as fault:
+        raise errors.InvalidRequest(
+            f"{key} takes a URL of scheme, host, port and path alone; a key belongs in the file of engine.api_key_file.",
+            members={"field": key, "accepted": "http[s]://HOST[:PORT][/PATH]"},
+        ) from fault
+
+
+def _refused(key: str, problem: str, accepted: str) -> errors.InvalidRequest:
+    return errors.InvalidRequest(
+        f"Configuration key '{key}' {problem}; accepted: {accepted}.", members={"field": key, "accepted": accepted}
+    )
 
 
 async def declare_models(
     engines: list[str],
-    pool: PoolConfig,
-    engine: EngineConfig,
+    config: WeirConfig,
     models_directory: Path,
     client_of_url: Engine,
     announce: Callable[[str], None],
 ) -> DeclaredModels:
     """The models behind `--engine`. Raises EngineError when an engine at a URL refuses our key or is not ready in time."""
+    pool, further = config.pool, config.pools
     if engines == [SIMULATED]:
         simulated = _Artifact("simulated", EngineKind.SIMULATED, "demo", "demo", 32_768, 64)
-        return _declared([_named(simulated, "assistant", pool)])
+        return _declared([_named(simulated, _ASSISTANT, pool)], further)
     if engines == [LLAMACPP]:
         announce("reading SmolLM2-135M-Instruct")
-        entries = [_named(await asyncio.to_thread(_smollm2), "assistant", pool)]
+        entries = [_named(await asyncio.to_thread(_smollm2), _ASSISTANT, pool)]
         if pool.second_model:
             announce("reading Gemma 3 270M (starts with its first request)")
             second = await asyncio.to_thread(_gemma, models_directory, announce)
             alone = PoolConfig(default_max_output_tokens=pool.default_max_output_tokens, threads=pool.threads)
-            entries.append(_named(second, "completion", alone, on_demand=True))
-        return _declared(entries)
+            entries.append(_named(second, _COMPLETION, alone, on_demand=True))
+        return _declared(entries, further)
     window = pool.context_tokens or _UNSTATED_CONTEXT_TOKENS
-    artifact = await _behind_url(engines, engine, client_of_url, window, announce)
-    return _declared(
-        [
-            _named(
-                artifact,
-                "assistant",
-                replace(pool, context_tokens=artifact.context_tokens),
-                urls=tuple(engines),
-                external=engine.external,
-            )
-        ]
-    )
+    artifact = await _behind_url(engines, config.engine, client_of_url, window, announce)
+    served = replace(pool, context_tokens=artifact.context_tokens)
+    entry = _named(artifact, _ASSISTANT, served, urls=tuple(engines), external=config.engine.external)
+    return _declared([entry], further)
 
 
 Entry = tuple[Revision, Alias, Pool]
 
 
-def _declared(entries: list[Entry]) -> DeclaredModels:
+def _declared(entries: list[Entry], further: Mapping[str, FurtherPoolConfig]) -> DeclaredModels:
+    """The entries, and further pools of the first one's revision."""
     revisions, aliases, pools = zip(*entries, strict=True)
-    return DeclaredModels(revisions, aliases, pools)
+    return DeclaredModels(revisions, aliases, (*pools, *(_beside(pools[0], name, pool) for name, pool in further.items())))
+
+
+def _beside(first: Pool, name: str, pool: FurtherPoolConfig) -> Pool:
+    return Pool(
+        name=name,
+        revision=first.revision,
+        replicas=pool.replicas,
+        concurrency=pool.concurrency or first.concurrency,
+        urls=pool.urls,
+        tenant=pool.tenant,
+        service_classes=pool.service_classes,
+        input_tokens_max=pool.input_tokens_max,
+    )
 
 
 def _named(
@@ -149,6 +183,8 @@ def _named(
         urls=urls,
         on_demand=on_demand,
         idle_stop_ms=_ON_DEMAND_IDLE_MS,
+        service_classes=pool.service_classes,
+        input_tokens_max=pool.input_tokens_max,
     )
     return revision, Alias(alias, revision.id, min(pool.default_max_output_tokens, most)), kept
 

@@ -3,14 +3,15 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from weir.control.cell_view import Explanations, PoolReport, ReplicaReport
 from weir.control.supervisor import Supervisor
 from weir.coordinator.coordinator import Coordinator
 from weir.coordinator.execution_table import ExecutionTable
-from weir.coordinator.fleet import Fleet
+from weir.coordinator.fleet import Fleet, PoolView
 from weir.core.ledger.book import Book
-from weir.core.registry.model import Pool
-from weir.core.routing.replica import ReplicaState
+from weir.core.routing.replica import Replica, ReplicaState
 from weir.gateway.inbox import Inbox
 from weir.messages import GenerationRecord
 from weir.ports import Clock
@@ -65,12 +66,17 @@ class RunningCell:
                         model=address.model if address else "",
                         context_tokens=address.context_tokens if address else 0,
                         concurrency=replica.limits.concurrency,
+                        allowed=replica.allowed,
                         running=replica.running,
                         capabilities={
                             "counts_tokens": address is not None and address.counts_tokens,
                             "continuous_usage": address is not None and address.continuous_usage,
                             "cache_salt": address is not None and address.cache_salt,
                         },
+                        kv_tokens=address.kv_tokens if address else None,
+                        kv_tokens_reserved=replica.room.kv_tokens,
+                        prefill_tokens=replica.room.prefill_tokens,
+                        pace=msgspec.structs.asdict(address.pace) if address and address.pace else None,
                         detail=None if replica.state is ReplicaState.READY else self._supervisor.fault_of(pool.name),
                     )
                 )
@@ -78,12 +84,10 @@ class RunningCell:
 
     async def pools(self) -> Sequence[PoolReport]:
         """Every pool."""
-        wanted = self._coordinator.snapshot.pools
-        return sorted((self._pool(wanted[pool.name]) for pool in self._fleet.pools), key=lambda report: report.name)
+        return sorted(map(self._pool, self._fleet.pools), key=lambda report: report.name)
 
-    def _pool(self, pool: Pool) -> PoolReport:
-        view = self._fleet.pool_of(pool.revision)
-        assert view is not None
+    def _pool(self, view: PoolView) -> PoolReport:
+        pool = view.pool
         ready = [replica for replica in view.replicas.values() if replica.state is ReplicaState.READY]
         return PoolReport(
             name=pool.name,
@@ -94,6 +98,9 @@ class RunningCell:
             queued=self._coordinator.queued_in(pool.name),
             running=self._fleet.running_in(pool.name),
             on_demand=pool.on_demand,
+            tenant=pool.tenant,
+            service_classes=pool.service_classes,
+            input_tokens_max=pool.input_tokens_max,
         )
 
 
@@ -106,13 +113,22 @@ def gauges_of(
     yield "weir_live_executions", "Executions that are not quiet yet.", {}, executions.live_count
     yield "weir_journal_backlog", "Ledger records that are not durable yet.", {}, backlog()
     for pool in list(fleet.pools):
-        labels = {"revision": pool.revision}
+        labels = {"revision": pool.revision, "pool": pool.name}
         yield "weir_queue_entries", "Admitted requests that wait.", labels, coordinator.queued_in(pool.name)
         replicas = list(pool.replicas.values())
         taken = sum(replica.running for replica in replicas)
         free = sum(replica.free for replica in replicas)
+        withheld = sum(_withheld(replica) for replica in replicas)
         for state in ReplicaState:
             number = sum(replica.state is state for replica in replicas)
             yield "weir_replicas", "Replicas by state.", {**labels, "state": state.value}, number
         yield "weir_lanes", "Lanes of replicas.", {**labels, "state": "taken"}, taken
         yield "weir_lanes", "Lanes of replicas.", {**labels, "state": "free"}, free
+        yield "weir_lanes", "Lanes of replicas.", {**labels, "state": "withheld"}, withheld
+
+
+def _withheld(replica: Replica) -> int:
+    """Lanes of a ready replica that are not taken, and that its adaptation keeps from new work."""
+    if replica.state is not ReplicaState.READY:
+        return 0
+    return replica.limits.concurrency - max(replica.allowed, replica.running)

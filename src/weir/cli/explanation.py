@@ -100,7 +100,9 @@ def _take(take: Mapping[str, Any]) -> str:
 
 
 def _candidate(candidate: Mapping[str, Any]) -> str:
-    judged = candidate.get("why_not") or f"score {candidate['score']:g}"
+    judged = candidate.get("why_not") or f"score {thousands(candidate['score'])}"
+    if "cached_tokens" in candidate:
+        judged += f", {thousands(candidate['cached_tokens'])} cached"
     return f"{candidate['replica']} ({candidate['running']} running, {candidate['free']} free: {judged})"
 
 

@@ -18,12 +18,12 @@ from weir.cli.tables import print_table
 from weir.config import CoordinatorConfig
 from weir.core.tenancy import TENANT_WEIGHT_MAX
 from weir.sim.runs.arrivals import TOKENS_MAX, Workload, drawn_workload
-from weir.sim.runs.experiment import RunSpec
-from weir.sim.runs.outages import faults_of
+from weir.sim.runs.experiment import Fidelity, RunSpec
+from weir.sim.runs.outages import SlowClients, faults_of, slow_clients_of
 from weir.sim.runs.paces import engine_model
 from weir.sim.runs.parallel import Outcome, run_seeds
 from weir.sim.runs.policies import Policy
-from weir.sim.runs.report_page import COLUMNS, figures_of, page_of
+from weir.sim.runs.report_page import COLUMNS, DOOR_COLUMNS, door_figures_of, figures_of, page_of
 from weir.sim.runs.terms import number, refused, seconds, whole
 from weir.sim.runs.traces import trace_workload
 
@@ -33,6 +33,8 @@ _SEEDS_MAX = 1_000
 _DRAWN_S = 60.0
 """How long requests come where neither an option nor a trace says."""
 _DAY_MS = 86_400_000
+_TENANTS_SHOWN = 10
+"""On the terminal; the files have all."""
 
 
 @commands.callback()
@@ -54,9 +56,8 @@ def run(
     start: Annotated[str, typer.Option(help="From a loss to its replacement being ready.")] = "30s",
     policy: Annotated[str, typer.Option(help="The order between tenants: fair, or fcfs to compare with.")] = "fair",
     weight: Annotated[list[str] | None, typer.Option(help="TENANT=N: a tenant's weight (repeatable).")] = None,
-    fault: Annotated[
-        list[str] | None, typer.Option(help="kill@T, stall@T,for=T or burst@T,for=T,factor=N (repeatable).")
-    ] = None,
+    fault: Annotated[list[str] | None, typer.Option(help="kill@T, stall@T, burst@T and others (repeatable).")] = None,
+    fidelity: Annotated[str, typer.Option(help="schedule, or full: the real gateway and every token.")] = "schedule",
     for_: Annotated[str | None, typer.Option("--for", help="How long requests come; else the trace's length, or 60 s.")] = None,
     seed: Annotated[str, typer.Option(help="One seed or several: 1,2,5-8.")] = "1",
     max_output_tokens: Annotated[
@@ -64,9 +65,7 @@ def run(
     ] = "1024",
     deadline_ms: Annotated[str | None, typer.Option(help="Of every request; else that of its workload class.")] = None,
     queue_wait_ms: Annotated[str | None, typer.Option(help="The bound of waiting; else the platform's own.")] = None,
-    queue_entries: Annotated[
-        str | None, typer.Option(help="How many may wait, of one tenant too; else the platform's.")
-    ] = None,
+    queue_entries: Annotated[str | None, typer.Option(help="How many may wait, of one tenant too.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML page with plots.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results as JSON.")] = None,
 ) -> None:
@@ -86,14 +85,15 @@ def run(
             weights=_weights(weight or (), requests.tenants),
             outages=outages,
             bursts=bursts,
+            slow_clients=_slow_clients(fault or (), fidelity),
             faults=tuple(fault or ()),
+            fidelity=_fidelity(fidelity),
             max_output_tokens=whole("--max-output-tokens", max_output_tokens, 1, TOKENS_MAX),
             deadline_ms=None if deadline_ms is None else whole("--deadline-ms", deadline_ms, 1, 3_600_000),
             coordinator=_coordinator(queue_wait_ms, queue_entries),
         )
         seeds = _seeds(seed)
-        for path in (report, json_file):
-            _check_writable(path)
+        _check_writable(report, json_file)
         outcomes = _run_with_progress(spec, seeds)
         _write(report, json_file, {"spec": spec.document(), "runs": [outcome.document for outcome in outcomes]})
     except errors.InvalidRequest as refusal:
@@ -124,6 +124,20 @@ def _policy(given: str) -> Policy:
     if given not in list(Policy):
         raise refused("--policy", given, " or ".join(Policy))
     return Policy(given)
+
+
+def _fidelity(given: str) -> Fidelity:
+    if given not in list(Fidelity):
+        raise refused("--fidelity", given, " or ".join(Fidelity))
+    return Fidelity(given)
+
+
+def _slow_clients(faults: Sequence[str], fidelity: str) -> tuple[SlowClients, ...]:
+    """Only real streams have readers."""
+    found = slow_clients_of(faults)
+    if found and fidelity != Fidelity.FULL:
+        raise refused("--fault slow-clients", fidelity, "--fidelity full")
+    return found
 
 
 def _weights(given: Sequence[str], tenants: Sequence[str]) -> dict[str, int]:
@@ -176,10 +190,11 @@ def _run_with_progress(spec: RunSpec, seeds: Sequence[int]) -> list[Outcome]:
         return run_seeds(spec, seeds, show)
 
 
-def _check_writable(path: Path | None) -> None:
-    """Before minutes of work: whether its result has a place."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise refused("--report and --json", str(path), "the path of a file in a folder that exists")
+def _check_writable(*paths: Path | None) -> None:
+    """Before minutes of work: whether its results have a place."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise refused("--report and --json", str(path), "the path of a file in a folder that exists")
 
 
 def _write(report: Path | None, json_file: Path | None, result: dict[str, Any]) -> None:
@@ -199,8 +214,20 @@ def _print_results(outcomes: Sequence[Outcome]) -> None:
         rows.append([str(run_result["seed"]), "all", *figures_of(run_result["total"])])
         rows += [["", name, *figures_of(part)] for name, part in run_result["classes"].items()]
     print_table(("seed", "class", *COLUMNS), rows, numeric=COLUMNS)
+    print_table(("seed", "tenant", *DOOR_COLUMNS), _door_rows(outcomes), numeric=DOOR_COLUMNS)
     for outcome in outcomes:
         _print_run(outcome)
+
+
+def _door_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """Of each seed the whole, and the tenants that asked for most."""
+    rows: list[list[str]] = []
+    for outcome in outcomes:
+        found = outcome.document
+        rows.append([str(found["seed"]), "all", *door_figures_of(found["total"])])
+        largest = sorted(found["tenants"].items(), key=lambda each: -each[1]["offered"])[:_TENANTS_SHOWN]
+        rows += [["", name, *door_figures_of(part)] for name, part in largest]
+    return rows
 
 
 def _print_run(outcome: Outcome) -> None:

@@ -11,6 +11,7 @@ from weir.cli.tables import print_json, print_table, thousands, yes_or_blank
 commands = typer.Typer(no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="The tenant's name.")]
 _WEIGHT_HELP = "Its share of a busy pool next to others' weights, 1 to 1000."
+_LEAVES = typer.Option("--leaves-its-pools/--keeps-its-pools", help="May its work use shared pools beside its dedicated ones.")
 
 
 @commands.command()
@@ -21,9 +22,16 @@ def create(
     time_zone: Annotated[str, typer.Option(help="IANA time zone of its budget windows.")] = "UTC",
     external_allowed: Annotated[bool, typer.Option(help="May use models outside the platform.")] = False,
     weight: Annotated[int, typer.Option(help=_WEIGHT_HELP)] = 1,
+    leaves_its_pools: Annotated[bool, _LEAVES] = False,
 ) -> None:
     """Create a tenant."""
-    body = {"name": name, "time_zone": time_zone, "external_allowed": external_allowed, "weight": weight}
+    body = {
+        "name": name,
+        "time_zone": time_zone,
+        "external_allowed": external_allowed,
+        "weight": weight,
+        "leaves_its_pools": leaves_its_pools,
+    }
     print_json(connection.call("POST", "/admin/v1/tenants", body))
 
 
@@ -59,9 +67,15 @@ def change(
     time_zone: Annotated[str | None, typer.Option(help="IANA time zone; it takes effect at the next budget windows.")] = None,
     external_allowed: Annotated[bool | None, typer.Option(help="May use models outside the platform.")] = None,
     weight: Annotated[int | None, typer.Option(help=_WEIGHT_HELP)] = None,
+    leaves_its_pools: Annotated[bool | None, _LEAVES] = None,
 ) -> None:
     """Change what is given of a tenant; the rest stays."""
-    body = {"time_zone": time_zone, "external_allowed": external_allowed, "weight": weight}
+    body = {
+        "time_zone": time_zone,
+        "external_allowed": external_allowed,
+        "weight": weight,
+        "leaves_its_pools": leaves_its_pools,
+    }
     print_json(connection.call("PATCH", f"/admin/v1/tenants/{segment(name)}", body))
 
 

@@ -8,16 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from weir.core.tenancy import ServiceClass
 from weir.messages import GenerationRecord
 from weir.units import Millis, Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """A replica as an administrator sees it. running: requests on it now, of at most `concurrency`.
+    """A replica as an administrator sees it. Of its `concurrency` lanes: allowed, as it adapts, and running, requests now.
 
     state: starting, ready, suspect, half_open, draining, stopped or failed. capabilities: what the readiness probe found, by
-    name. detail: why it is not ready, if that is known.
+    name. kv_tokens: what its KV memory has room for, if it says; kv_tokens_reserved: for what runs. prefill_tokens: of prompts
+    that it has still to read. pace: its warm-up's milliseconds (first_ms, input_ms, output_ms), if it had one. detail: why it
+    is not ready, if that is known.
     """
 
     name: str
@@ -29,14 +32,22 @@ class ReplicaReport:
     model: str
     context_tokens: Tokens
     concurrency: int
+    allowed: int
     running: int
     capabilities: Mapping[str, bool]
+    kv_tokens: Tokens | None = None
+    kv_tokens_reserved: Tokens = 0
+    prefill_tokens: Tokens = 0
+    pace: Mapping[str, float] | None = None
     detail: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PoolReport:
-    """A pool as an administrator sees it. replicas: wanted; ready: serving in full; queued: admitted requests that wait."""
+    """A pool as an administrator sees it. replicas: wanted; ready: serving in full; queued: admitted requests that wait.
+
+    tenant: None where it is shared. input_tokens_max: None for no bound.
+    """
 
     name: str
     revision: str
@@ -46,6 +57,9 @@ class PoolReport:
     queued: int
     running: int
     on_demand: bool = False
+    tenant: str | None = None
+    service_classes: Sequence[ServiceClass] = tuple(ServiceClass)
+    input_tokens_max: Tokens | None = None
 
 
 @dataclass(frozen=True, slots=True)

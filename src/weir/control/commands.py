@@ -11,7 +11,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 from weir import errors
 from weir.control.catalog_lookup import (
@@ -69,6 +69,16 @@ _APPLY_ATTEMPTS_MAX = 5
 """A conflict needs another administrator's change within the milliseconds of ours; five in a row are a fault elsewhere."""
 
 
+class TenantChanges(TypedDict, total=False):
+    """Fields of a tenant to change; None and absent ones stay."""
+
+    disabled: bool | None
+    time_zone: str | None
+    external_allowed: bool | None
+    weight: int | None
+    leaves_its_pools: bool | None
+
+
 class Commands:
     """The administrative commands of a cell. `actor` is the name that the audit trail shows.
 
@@ -98,15 +108,27 @@ class Commands:
     # ── tenants ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def create_tenant(
-        self, actor: str, name: str, time_zone: str = "UTC", external_allowed: bool = False, weight: int = 1
+        self,
+        actor: str,
+        name: str,
+        time_zone: str = "UTC",
+        *,
+        external_allowed: bool = False,
+        weight: int = 1,
+        leaves_its_pools: bool = False,
     ) -> Outcome[Tenant]:
         """A new tenant. Raises InvalidRequest for the name, the time zone or the weight, AlreadyExists."""
         check_name("name", name)
         check_time_zone(time_zone)
         check_weight(weight)
-        tenant = Tenant(name, time_zone, external_allowed=external_allowed, weight=weight)
-        summary = {"time_zone": time_zone, "external_allowed": external_allowed, "weight": weight}
-        entry = self.audit_entry(actor, "tenant.create", name, summary)
+        chosen: dict[str, Any] = {
+            "time_zone": time_zone,
+            "external_allowed": external_allowed,
+            "weight": weight,
+            "leaves_its_pools": leaves_its_pools,
+        }
+        tenant = Tenant(name, **chosen)
+        entry = self.audit_entry(actor, "tenant.create", name, chosen)
 
         def plan(catalog: Catalog) -> tuple[Tenant, CatalogChange]:
             if any(known.name == name for known in catalog.tenants):
@@ -115,31 +137,21 @@ class Commands:
 
         return await self.commit(plan)
 
-    async def patch_tenant(
-        self,
-        actor: str,
-        name: str,
-        *,
-        disabled: bool | None = None,
-        time_zone: str | None = None,
-        external_allowed: bool | None = None,
-        weight: int | None = None,
-    ) -> Outcome[Tenant]:
+    async def patch_tenant(self, actor: str, name: str, **wanted: Unpack[TenantChanges]) -> Outcome[Tenant]:
         """Change what is given; None stays. A time zone takes effect at the tenant's next budget windows.
 
         The audit trail shows each changed field as [before, after].
         Raises InvalidRequest for the weight, the time zone, or too many of them within a month, NotFound, Revoked.
         """
-        if time_zone is not None:
-            check_time_zone(time_zone)
-        if weight is not None:
-            check_weight(weight)
-        wanted = {"disabled": disabled, "time_zone": time_zone, "external_allowed": external_allowed, "weight": weight}
         changes: dict[str, Any] = {field: value for field, value in wanted.items() if value is not None}
+        if "time_zone" in changes:
+            check_time_zone(changes["time_zone"])
+        if "weight" in changes:
+            check_weight(changes["weight"])
 
         def plan(catalog: Catalog) -> tuple[Tenant, CatalogChange | None]:
             tenant = _unrevoked_tenant(catalog, name)
-            changed = replace(tenant, **changes, former_time_zones=self._former_zones(tenant, time_zone))
+            changed = replace(tenant, **changes, former_time_zones=self._former_zones(tenant, changes.get("time_zone")))
             entry = self.audit_entry(actor, "tenant.patch", name, _changed(tenant, changes))
             return changed, None if changed == tenant else CatalogChange(entry, tenants=(changed,))
 

@@ -1,29 +1,29 @@
 """Keeps every pool at its number of replicas: starts, warms up, probes, restarts with backoff, drains and stops.
 
-A launched replica is ready once a real generation came back from it; a replica behind a URL, once its probe succeeded. The
-supervisor reports facts to the fleet and takes no part in placement. Its loops end with its task group, and then every process
-that it started is stopped.
+A launched replica is ready once it generated; a replica behind a URL, once its probe succeeded. Both are warmed up before,
+which shows their pace, except where the platform does not own the engine: there a generation costs money. The supervisor
+reports facts to the fleet and takes no part in placement. Its loops end with its task group, and then every process that it
+started is stopped.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import structlog
 
 from weir import errors
 from weir.config import EngineConfig, read_api_key
+from weir.control.warm_up import WarmUp
 from weir.core.registry.model import EngineKind, Pool, Revision
-from weir.core.request import Message, Sampling
 from weir.messages import ReplicaAddress
-from weir.ports import Clock, Delta, Engine, EngineCall, EngineEnd, Launcher, ReplicaProcess
+from weir.ports import Clock, Engine, Launcher, ReplicaProcess
 from weir.units import Millis, ns_from_ms
 
 _log = structlog.get_logger("weir.supervisor")
 
-WARM_UP_TOKENS = 4
-_WARM_UP_MS = 60_000
 _RETRY_STARTING_S = 0.2
 _IDLE_CHECK_S = 1.0
 _BACKOFF_MAX_S = 30.0
@@ -33,7 +33,7 @@ _STOP_GRACE_MS: Millis = 2_000
 class FleetReports(Protocol):
     """What the supervisor tells the coordinator's fleet."""
 
-    def add_pool(self, name: str, revision: str, *, on_demand: bool = False) -> None: ...
+    def add_pool(self, pool: Pool) -> None: ...
 
     def add(self, name: str, pool: str, concurrency: int) -> None: ...
 
@@ -86,7 +86,7 @@ class Supervisor:
         keeping = self._pools[pool.name] = _PoolKeeping(pool, revision)
         if not pool.on_demand:
             keeping.wanted.set()
-        self._fleet.add_pool(pool.name, revision.id, on_demand=pool.on_demand)
+        self._fleet.add_pool(pool)
 
     def demand(self, pool: str) -> None:
         """A request asked for a pool that is on demand."""
@@ -136,7 +136,8 @@ class Supervisor:
             name = self._name(keeping)
             self._fleet.add(name, keeping.pool.name, keeping.pool.concurrency)
             try:
-                await self._watch(keeping, self._address(keeping, name, url, self._url_api_key))
+                address = self._address(keeping, name, url, self._url_api_key)
+                await self._watch(keeping, address, cold=not keeping.revision.external)
             finally:
                 self._fleet.gone(keeping.pool.name, name)
 
@@ -166,7 +167,7 @@ class Supervisor:
             process = await self._launcher.launch(keeping.revision, keeping.pool)
             try:
                 address = self._address(keeping, name, process.url, process.api_key)
-                await self._warm_up(keeping, await self._probe_until_answered(address))
+                address = await self._warm_up(keeping, await self._probe_until_answered(address))
                 await self._serve_until_over(keeping, address, process)
             finally:
                 await process.stop(_STOP_GRACE_MS)
@@ -185,22 +186,10 @@ class Supervisor:
                     raise errors.EngineError(f"The engine did not become healthy: {fault.detail}") from fault
             await asyncio.sleep(_RETRY_STARTING_S)
 
-    async def _warm_up(self, keeping: _PoolKeeping, address: ReplicaAddress) -> None:
-        """A replica is ready once it generated. Raises EngineFault when it does not."""
-        sink = _WarmUpSink()
-        prompt: str | tuple[Message, ...] = (Message("user", "Hello"),) if keeping.revision.chat else "Hello"
-        call = EngineCall(address, 0, prompt, keeping.revision.chat, WARM_UP_TOKENS, Sampling())
-        run = self._engine_for(address.engine).start(call, sink)
-        try:
-            async with asyncio.timeout(_WARM_UP_MS / 1e3):
-                await sink.ended.wait()
-        except TimeoutError as late:
-            raise errors.EngineError(f"The warm-up generation did not end within {_WARM_UP_MS} ms.") from late
-        finally:
-            run.cancel()
-        if sink.fault is not None:
-            raise sink.fault
-        await run.stopped()
+    async def _warm_up(self, keeping: _PoolKeeping, address: ReplicaAddress) -> ReplicaAddress:
+        """The address with the replica's pace. Raises EngineFault when it does not generate."""
+        warm_up = WarmUp(self._engine_for(address.engine), self._clock, address, keeping.revision.chat)
+        return msgspec.structs.replace(address, pace=await warm_up.measure())
 
     async def _serve_until_over(self, keeping: _PoolKeeping, address: ReplicaAddress, process: ReplicaProcess) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -230,19 +219,26 @@ class Supervisor:
                 self._fleet.drain(keeping.pool.name, name)
                 return
 
-    async def _watch(self, keeping: _PoolKeeping, address: ReplicaAddress) -> None:
-        """Probe until the replica is condemned; the fleet hears of each answer and each fault, and knows what it is worth."""
+    async def _watch(self, keeping: _PoolKeeping, address: ReplicaAddress, *, cold: bool = False) -> None:
+        """Probe until the replica is condemned; the fleet hears of each answer and each fault, and knows what it is worth.
+
+        cold: it is warmed up once it answers, and the fleet hears of it afterwards. What a probe found, the next one is given.
+        """
         condemned = self._condemned[address.name] = asyncio.Event()
         engine = self._engine_for(address.engine)
         try:
             while not condemned.is_set():
                 try:
-                    self._fleet.answered(await engine.probe(address))
+                    address = await engine.probe(address)
+                    if cold:
+                        address, cold = await self._try_warm_up(keeping, address), False
+                    self._fleet.answered(address)
                     if not keeping.ready.is_set():
                         self.announce(f"ready: {keeping.revision.id}")
                     keeping.ready.set()
                 except errors.EngineFault as fault:
                     keeping.last_fault = fault.detail
+                    address = msgspec.structs.replace(address, kv_tokens=None)  # it may come back with other memory
                     self._fleet.doubted(keeping.pool.name, address.name)
                 try:
                     async with asyncio.timeout(self._config.probe_ms / 1e3):
@@ -252,18 +248,10 @@ class Supervisor:
         finally:
             del self._condemned[address.name]
 
-
-class _WarmUpSink:
-    """Waits for the end of a warm-up; its text is dropped."""
-
-    def __init__(self) -> None:
-        self.ended = asyncio.Event()
-        self.fault: errors.WeirError | None = None
-
-    def on_deltas(self, deltas: Sequence[Delta]) -> None:
-        """Output came; the warm-up only waits for the end."""
-
-    def on_end(self, end: EngineEnd) -> None:
-        """The generation is over."""
-        self.fault = end.fault
-        self.ended.set()
+    async def _try_warm_up(self, keeping: _PoolKeeping, address: ReplicaAddress) -> ReplicaAddress:
+        """The address, with the replica's pace if it generates: whether it is ready, its probes say."""
+        try:
+            return await self._warm_up(keeping, address)
+        except errors.EngineFault as fault:
+            _log.warning("replica_not_warm", pool=keeping.pool.name, replica=address.name, reason=fault.detail)
+            return address

@@ -22,12 +22,12 @@ import msgspec
 from weir import errors
 from weir.config import CoordinatorConfig
 from weir.coordinator.blame import Blame, fingerprint_of
-from weir.coordinator.dispatcher import Dispatcher, Turns
+from weir.coordinator.dispatcher import Dispatcher, Offer, Turns
 from weir.coordinator.domain import MakeOrder
 from weir.coordinator.execution import Execution
 from weir.coordinator.execution_table import ExecutionTable
-from weir.coordinator.explain import DoorFigures, Timelines, WatchedSessions
-from weir.coordinator.fleet import Fleet, PoolView
+from weir.coordinator.explain import Timelines, WatchedSessions
+from weir.coordinator.fleet import Fleet
 from weir.coordinator.journal import Journal
 from weir.coordinator.ledger_entries import Stamp, hold_record
 from weir.coordinator.queries import Queries
@@ -35,15 +35,17 @@ from weir.coordinator.rejections import RejectionCounter
 from weir.coordinator.sessions import LocalLink, Session
 from weir.coordinator.settler import Settler
 from weir.coordinator.store_watch import StoreWatch
-from weir.core.admission import Admit, Asked, Bound, Door, decide
+from weir.core.admission import Admit, Asked, Bound, Door, decide, idempotency_refusal
 from weir.core.endings import FinishReason
 from weir.core.ledger import reservation
 from weir.core.ledger.book import Book, Taken
 from weir.core.ledger.records import ExecutionId
+from weir.core.metering import InputBasis
 from weir.core.registry.model import WorkloadClass
 from weir.core.registry.snapshot import Snapshot
 from weir.core.request import Admit as AdmitEvent
 from weir.core.request import Dispatched, FirstOutput, Queued, Received, advance
+from weir.core.routing.pools import accepting
 from weir.core.tenancy import Principal, scopes_of
 from weir.messages import (
     Acquire,
@@ -235,19 +237,37 @@ class Coordinator:
         if (refusal := self._refusal_of_state()) is not None:  # again: a look-up takes a while
             self._reject(session, asked, refusal)
             return
-        pool = self._fleet.pool_of(asked.revision)
-        if pool is None:
-            self._reject(session, asked, errors.UnknownAlias("No pool serves the revision behind this alias."))
+        try:
+            offer = self._offer(asked)
+        except errors.WeirError as unserved:
+            answered = idempotency_refusal(asked.body_digest, bound) if bound is not None else None
+            self._reject(session, asked, answered or unserved, stored)
             return
-        door = self._dispatcher.door(pool, asked)
         question = _asked(asked, is_quarantined=self._blame.is_quarantined(asked))
-        decision = decide(question, self._snapshot, bound, self._book, door, self._now())
+        decision = decide(question, self._snapshot, bound, self._book, offer.door, self._now())
         if isinstance(decision, Admit):
-            self._take(session, asked, decision, pool, door)
+            self._take(session, asked, decision, offer)
             return
         if isinstance(decision, errors.NoCapacity):
-            self._fleet.demand(pool)
-        self._reject(session, asked, decision, stored, door)
+            self._fleet.demand(offer.pool)
+        self._reject(session, asked, decision, stored, offer.door)
+
+    def _offer(self, asked: Acquire) -> Offer:
+        """The best of the pools that may take a request. Raises UnknownAlias, InputTooLong or NoCapacity."""
+        views, revision = self._fleet.pools_of(asked.revision), self._snapshot.revisions.get(asked.revision)
+        tenant = self._snapshot.tenants.get(asked.tenant)
+        if not views or revision is None or tenant is None:
+            raise errors.UnknownAlias("No pool serves the revision behind this alias.")
+        is_exact = asked.input_basis is InputBasis.EXACT
+        pools = accepting(
+            [view.pool for view in views],
+            asked.tenant,
+            leaves_its_pools=tenant.leaves_its_pools,
+            service_class=asked.service_class,
+            input_tokens=asked.input_tokens if is_exact else None,
+        )
+        workload = self._workload_class(asked.workload_class)
+        return self._dispatcher.offer([self._fleet.pool(pool.name) for pool in pools], asked, revision, workload)
 
     def _refusal_of_state(self) -> errors.WeirError | None:
         if self._draining or self._closed:
@@ -256,25 +276,25 @@ class Coordinator:
             return errors.LedgerUnavailable("The ledger cannot be written now.")
         return None
 
-    def _take(self, session: Session, asked: Acquire, admit: Admit, pool: PoolView, door: Door) -> None:
+    def _take(self, session: Session, asked: Acquire, admit: Admit, offer: Offer) -> None:
         now_ns = self._clock.monotonic_ns()
         execution = Execution(
             id=ExecutionId(asked.tenant, asked.request_id, admit.execution),
             acquire=asked,
             admit=admit,
             session=session.name,
-            pool=pool.name,
+            pool=offer.pool.name,
             arrived_ns=now_ns - asked.waited_ns,
             admitted_ns=now_ns,
             deadline_ns=now_ns + ns_from_ms(asked.deadline_left_ms),
             state=advance(Received(ms_from_ns(now_ns - asked.waited_ns)), AdmitEvent(ms_from_ns(now_ns))),
             reservation=reservation.Held(admit.worst),
             workload=self._workload_class(asked.workload_class),
-            predicted_wait_ms=door.predicted_wait_ms,
+            predicted_wait_ms=offer.door.predicted_wait_ms,
+            need=offer.need,
         )
         taken = self._append_hold(execution)
-        free, waiting = self._fleet.lanes(pool)[1], self._dispatcher.waiting_in(pool.name)
-        self.timelines.admitted(execution, taken, DoorFigures(door.lanes, free, waiting, door.predicted_wait_ms))
+        self.timelines.admitted(execution, taken, self._dispatcher.door_figures(offer))
         self._executions.add(execution)
         self._settler.idle.clear()
         session.by_ref[asked.ref] = execution
@@ -330,9 +350,10 @@ class Coordinator:
         execution = session.by_ref.get(progress.ref)
         if execution is None or execution.end_record is not None or not execution.runs(progress.attempt):
             return
+        if progress.first_output or progress.has_output:
+            self._dispatcher.showed_output(execution)
         if progress.first_output and isinstance(execution.state, Dispatched):
             execution.state = advance(execution.state, FirstOutput(ms_from_ns(self._clock.monotonic_ns())))
-            self._dispatcher.showed_output(execution)
             self.timelines.first_output(execution)
         if progress.delivered_max is not None:
             wanted = min(progress.delivered_max, execution.admit.worst.output_tokens)

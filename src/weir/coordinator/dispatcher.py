@@ -1,4 +1,4 @@
-"""Who waits, what starts on which replica, and the one retry: the queues and retry budgets of a cell's scheduling domains.
+"""Who waits, what starts on which replica, and the one retry: the scheduling domains of a cell, one per pool and class.
 
 The core decides whose turn it is and where it fits; this class takes the lane, appends the step and tells the gateway. An
 attempt that failed with nothing delivered goes back ahead of its queue if the door would let it in and the budget allows it,
@@ -6,28 +6,34 @@ with the same hold and deadline. It never admits, never settles an end itself, a
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from weir.config import CoordinatorConfig
-from weir.coordinator.domain import Domain, MakeOrder, fair_order
+from weir.coordinator.domain import Domain, Lanes, MakeOrder, fair_order
 from weir.coordinator.execution import Execution, Placement
-from weir.coordinator.explain import candidates_of
+from weir.coordinator.explain import Candidates, DoorFigures, candidates_of
 from weir.coordinator.fleet import START_EXPECTED_MS, Fleet, PoolView
 from weir.coordinator.journal import Journal
+from weir.coordinator.pool_domains import PoolDomains
 from weir.coordinator.settler import Settler
 from weir.core.admission import Door, door_refusal
 from weir.core.endings import FinishReason
 from weir.core.ledger.records import ExecutionId, StepRecord
+from weir.core.registry.model import Revision, WorkloadClass
 from weir.core.request import Dispatch, Dispatched, Queued, advance
+from weir.core.routing.capacity import Need
+from weir.core.routing.placement import Site
+from weir.core.routing.prefixes import cached_tokens
+from weir.core.routing.replica import Replica
 from weir.core.routing.retry import is_retryable
 from weir.core.scheduling.output_lengths import OutputLengths
-from weir.core.scheduling.queues import DomainQueue
 from weir.core.scheduling.schedule import Start, next_start
+from weir.core.tenancy import ServiceClass
 from weir.messages import Acquire, DeliveryBooked, Finish, Granted
 from weir.ports import Clock
-from weir.units import Tokens, ms_from_ns, ns_from_ms
+from weir.units import Millis, Tokens, ms_from_ns, ns_from_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,21 @@ class Turns:
 
     weight_of: Callable[[str], int]
     order: MakeOrder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a pool can do for a request, before anything is taken."""
+
+    pool: PoolView
+    need: Need
+    door: Door
+
+
+def _start_of(offer: Offer) -> tuple[bool, Millis]:
+    """What pools are compared by: whether they take no work, then when the first output is expected."""
+    door = offer.door
+    return door.lanes == 0, door.predicted_wait_ms + door.times.prefill_ms
 
 
 class Dispatcher:
@@ -59,8 +80,11 @@ class Dispatcher:
         self._timelines = settler.sessions.timelines
         self._weight_of = turns.weight_of
         self._make_order = turns.order or fair_order(config)
-        self._domains: dict[str, Domain] = {}
-        self._queues: dict[str, DomainQueue[ExecutionId]] = {}
+        self._shares = {
+            ServiceClass.INTERACTIVE: 100 - config.batch_share_percent,
+            ServiceClass.BATCH: config.batch_share_percent,
+        }
+        self._pools: dict[str, PoolDomains] = {}
         self._queued: dict[ExecutionId, Execution] = {}
         self._lengths = OutputLengths()
         settler.on_ended = self._ended
@@ -68,60 +92,106 @@ class Dispatcher:
     # ── who waits ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def waiting_in(self, pool: str) -> int:
-        """Admitted requests that wait in a pool's domain."""
-        queue = self._queues.get(pool)
-        return len(queue) if queue is not None else 0
+        """Admitted requests that wait in a pool's domains."""
+        domains = self._pools.get(pool)
+        return domains.waiting if domains is not None else 0
 
-    def door(self, pool: PoolView, asked: Acquire, avoid: str | None = None) -> Door:
+    def offer(self, pools: Sequence[PoolView], asked: Acquire, revision: Revision, workload: WorkloadClass) -> Offer:
+        """The pool that would start it first, of one or more; one that takes no work now only if all are so."""
+        offers = [self._offer(pool, asked, revision, workload) for pool in pools]
+        return min(offers, key=_start_of) if len(offers) > 1 else offers[0]
+
+    def _offer(self, pool: PoolView, asked: Acquire, revision: Revision, workload: WorkloadClass) -> Offer:
+        domain = self._domain(pool.name, asked.service_class)
+        need = domain.need_of(asked, revision, workload)
+        return Offer(pool, need, self._door(pool, asked, need))
+
+    def _door(self, pool: PoolView, asked: Acquire, need: Need, avoid: str | None = None) -> Door:
         """The domain as a newcomer meets it; as a retry does, with the replica to avoid: the others, and who is ahead."""
-        domain, now_ns = self._domain(pool.name), self._clock.monotonic_ns()
-        lanes, free = self._fleet.lanes(pool, avoid)
-        if not lanes:
-            wait_ms = 0
-        elif avoid is None:
-            wait_ms = domain.predicted_wait_ms(asked.tenant, lanes, free, now_ns)
-        else:
-            wait_ms = domain.predicted_retry_ms(lanes, free, now_ns)
+        domains, now_ns = self._pools[pool.name], self._clock.monotonic_ns()
+        domain = domains.of(asked.service_class)
+        usable, free = self._fleet.lanes(pool, avoid)
+        wait_ms = 0
+        if usable:
+            lanes, free = self._lanes(domains, asked.service_class, need, (usable, free), avoid)
+            if avoid is None:
+                wait_ms = domain.predicted_wait_ms(asked.tenant, lanes, free, now_ns)
+            else:
+                wait_ms = domain.predicted_retry_ms(lanes, free, now_ns)
         return Door(
-            lanes=lanes,
+            lanes=usable,
             queue_refusal=domain.queue.refusal(asked.tenant, asked.input_bytes),
             predicted_wait_ms=wait_ms,
-            prefill_ms=ms_from_ns(domain.prefill_ns(asked.input_tokens * asked.choices, now_ns)),
+            times=domain.times(need, self._held_anywhere(need), now_ns, is_idle=pool.has_idle),
             wait_ms_max=domain.queue.bounds.door_ms_max,
             no_capacity_retry_ms=START_EXPECTED_MS,
         )
 
+    def _lanes(
+        self, domains: PoolDomains, service_class: ServiceClass, need: Need, counted: tuple[int, int], avoid: str | None
+    ) -> tuple[Lanes, int]:
+        """What a wait is reckoned with, and how many lanes are free for it. counted: (usable, free) of the pool."""
+        usable, free = counted
+        view, part = domains.view, float(usable)
+        if free and not view.has_room(need, avoid):
+            free = 0
+            part = part if view.has_memory(need, avoid) else float(max(1, view.running))  # no more than run now fit
+        others = domains.waiting_beside(service_class)
+        if others:
+            part, free = part * domains.part(service_class), free - others
+        return Lanes(usable, part), free
+
+    def _held_anywhere(self, need: Need) -> Tokens:
+        """The most that a replica may hold of an input."""
+        held = self._fleet.prefixes.held(need.prefix) if need.prefix else {}
+        return cached_tokens(max(held.values()), need.prefix_bytes, need.input_tokens) if held else 0
+
+    def door_figures(self, offer: Offer) -> DoorFigures:
+        """What an admitted request met, for its timeline."""
+        door, pool = offer.door, offer.pool
+        free, waiting = self._fleet.lanes(pool)[1], self.waiting_in(pool.name)
+        return DoorFigures(pool.name, door.lanes, free, waiting, door.predicted_wait_ms, door.times.prefill_ms)
+
     def enqueue(self, execution: Execution) -> None:
         """An admitted execution waits in its flow; `start` follows."""
-        domain = self._domain(execution.pool)
+        domain = self._domain_of(execution)
         domain.retries.admitted(execution.admitted_ns)
+        self._pools[execution.pool].begins_to_wait(execution.acquire.service_class)
         domain.push(execution)
         self._queued[execution.id] = execution
 
     def start(self, execution: Execution) -> None:
         """Dispatch what can start; if this one must wait, watch how long."""
-        self.schedule()
+        self._schedule(self._pools[execution.pool])
         if isinstance(execution.state, Queued):
-            lost, replicas = execution.placement, self._fleet.replicas_by_pool()[execution.pool]
-            self._timelines.queued(execution, None, self.waiting_in(execution.pool) - 1)
-            self._timelines.considered(execution, candidates_of(replicas, lost.replica.name if lost else None))
+            lost = execution.placement
+            position = self._domain_of(execution).queue.position(execution.id.tenant, execution.id) if lost is None else None
+            self._timelines.queued(execution, position, self.waiting_in(execution.pool) - 1)
+            self._timelines.considered(execution, self._candidates(execution, lost.replica.name if lost else None))
+            usable = self._pools[execution.pool].view.lanes.usable
+            self._domain_of(execution).has_to_wait(usable, self._clock.monotonic_ns())
             self._watch_the_wait(execution)
 
     def end_waiting(self, execution: Execution, reason: FinishReason) -> None:
         """End an execution that waits in its queue; it leaves at once."""
         if reason is FinishReason.QUEUE_WAIT and not execution.placements:
-            self._domains[execution.pool].expired(execution, self._clock.monotonic_ns())
-        self._queues[execution.pool].remove(execution.id.tenant, execution.id)
+            self._domain_of(execution).expired(execution, self._clock.monotonic_ns())
+        self._domain_of(execution).remove(execution, self._clock.monotonic_ns())
         self._queued.pop(execution.id, None)
         execution.cancel_timer()
         self._settler.end_waiting(execution, reason)
 
-    def _domain(self, pool: str) -> Domain:
-        domain = self._domains.get(pool)
-        if domain is None:
-            domain = self._domains[pool] = Domain(self._config, self._make_order(self._weight_of), self._lengths)
-            self._queues[pool] = domain.queue
-        return domain
+    def _domain(self, pool: str, service_class: ServiceClass) -> Domain:
+        domains = self._pools.get(pool)
+        if domains is None:
+            domains = self._pools[pool] = PoolDomains(self._fleet.pool(pool), self._shares, self._new_domain)
+        return domains.of(service_class)
+
+    def _new_domain(self, pool: PoolView) -> Domain:
+        return Domain(self._config, self._make_order(self._weight_of), self._lengths, lambda: pool.pace)
+
+    def _domain_of(self, execution: Execution) -> Domain:
+        return self._pools[execution.pool].of(execution.acquire.service_class)
 
     def _watch_the_wait(self, execution: Execution) -> None:
         now_ns = self._clock.monotonic_ns()
@@ -135,27 +205,38 @@ class Dispatcher:
 
     def schedule(self) -> None:
         """Dispatch as long as something that waits can start."""
-        while (start := next_start(self._queues, self._fleet.replicas_by_pool())) is not None:
-            self._dispatch(start)
+        for domains in self._pools.values():
+            self._schedule(domains)
 
-    def _dispatch(self, start: Start[ExecutionId]) -> None:
+    def _schedule(self, domains: PoolDomains) -> None:
+        while domains.waiting and domains.view.lanes.free:
+            start = next_start(domains.queues(), domains.view.replicas.values(), self._fleet.prefixes)
+            if start is None:
+                return
+            self._dispatch(domains, start)
+
+    def _dispatch(self, domains: PoolDomains, start: Start[ExecutionId]) -> None:
         execution = self._queued[start.waiting.key]
-        domain, now_ns = self._domains[start.domain], self._clock.monotonic_ns()
-        if now_ns + domain.prefill_ns(execution.admit.worst.input_tokens, now_ns) >= execution.deadline_ns:
+        domain, now_ns = self._domain_of(execution), self._clock.monotonic_ns()
+        uncached = execution.need.input_tokens - start.site.cached_tokens
+        if now_ns + domain.prefill_ns(uncached, now_ns) >= execution.deadline_ns:
             self.end_waiting(execution, FinishReason.DEADLINE)
             return
         if start.waiting.avoid is None:
             domain.waited(execution, now_ns)
-        domain.serve(start.waiting, execution, now_ns)
+        for queue, key in start.passed:
+            queue.passed(key)
+        cost = domain.serve(start.waiting, execution, now_ns, domains.view.lanes.usable, start.site.cached_tokens)
+        domains.served(execution.acquire.service_class, cost)
         del self._queued[execution.id]
         execution.cancel_timer()
-        asked, replica = execution.acquire, start.replica
+        asked, replica = execution.acquire, start.site.replica
         execution.state = advance(execution.state, Dispatch(ms_from_ns(now_ns), replica.name))
         assert isinstance(execution.state, Dispatched)
         attempt = execution.state.attempt
-        candidates = candidates_of(self._fleet.replicas_by_pool()[start.domain], start.waiting.avoid, replica)
-        lane = replica.take_lane()
-        execution.placements.append(Placement(replica, lane, attempt, now_ns))
+        candidates = self._candidates(execution, start.waiting.avoid, replica)
+        lane = self._take_lane(execution, start.site)
+        execution.placements.append(Placement(replica, lane, attempt, now_ns, start.site.cached_tokens))
         self._timelines.dispatched(execution, replica, candidates)
         most = min(self._config.delivery_step_tokens, execution.admit.worst.output_tokens)
         self.append_step(execution, most if asked.stream else 0)
@@ -170,6 +251,16 @@ class Dispatcher:
             ),
         )
 
+    def _take_lane(self, execution: Execution, site: Site) -> int:
+        need, replica = execution.need, site.replica
+        if self._fleet.address_of(replica.name).cache_salt:
+            self._fleet.prefixes.placed(replica.name, need.prefix, need.input_tokens)
+        return replica.take_lane(need.kv_tokens, need.input_tokens - site.cached_tokens)
+
+    def _candidates(self, execution: Execution, avoid: str | None, chosen: Replica | None = None) -> Candidates:
+        replicas = self._fleet.pool(execution.pool).replicas.values()
+        return candidates_of(replicas, execution.need, self._fleet.prefixes, avoid, chosen)
+
     def append_step(self, execution: Execution, delivered_max: Tokens) -> None:
         """Book output up to delivered_max ahead of its delivery; the gateway hears once it is durable."""
         placement = execution.placement
@@ -183,24 +274,38 @@ class Dispatcher:
 
     def wants_delivery(self, execution: Execution, delivered_max: Tokens) -> None:
         """Its gateway asks for the next step of delivery, up to two steps ahead of what it has."""
-        self._domain(execution.pool).produced(execution, max(0, delivered_max - 2 * self._config.delivery_step_tokens))
+        produced = max(0, delivered_max - 2 * self._config.delivery_step_tokens)
+        self._domain_of(execution).produced(execution, produced)
+        placement = execution.placement
+        if placement is not None and placement.lane is not None:
+            placement.replica.room.grew(placement.lane, execution.need.input_tokens + produced)
         self.append_step(execution, delivered_max)
 
     def showed_output(self, execution: Execution) -> None:
-        """Its first output came."""
+        """The engine has output of its last attempt; said again, it changes nothing."""
         placement = execution.placement
         assert placement is not None
+        if placement.has_output:
+            return
+        placement.has_output = True
         now_ns = self._clock.monotonic_ns()
-        self._domain(execution.pool).showed_output(execution, now_ns - placement.lane_taken_ns, now_ns)
+        self._domain_of(execution).showed_output(execution, now_ns - placement.lane_taken_ns, now_ns)
         if placement.lane is not None:
+            room = placement.replica.room.prefill_tokens
             self._fleet.showed_output(placement.replica, placement.lane)
+            if placement.replica.room.prefill_tokens < room:
+                self._schedule(self._pools[execution.pool])
 
     def lane_freed(self, execution: Execution, placement: Placement) -> None:
         """A lane that it took is free again; `schedule` follows."""
-        self._domain(execution.pool).lane_freed(execution, placement, self._clock.monotonic_ns())
+        self._domain_of(execution).lane_freed(execution, placement, self._clock.monotonic_ns())
 
     def _ended(self, execution: Execution) -> None:
-        self._domain(execution.pool).ended(execution)
+        domain, placement, now_ns = self._domain_of(execution), execution.placement, self._clock.monotonic_ns()
+        domain.ended(execution)
+        ratio = domain.pace_of_answer(execution, now_ns)
+        if ratio is not None and placement is not None:
+            placement.replica.answered_at(ratio, placement.lane_taken_ns, now_ns)
 
     # ── the one retry ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -212,7 +317,8 @@ class Dispatcher:
             return False
         self._timelines.lost(execution, finish)
         self._settler.lose(execution, finish)
-        self._domain(execution.pool).push_ahead(execution, placement.replica.name)
+        self._pools[execution.pool].begins_to_wait(execution.acquire.service_class)
+        self._domain_of(execution).push_ahead(execution, placement.replica.name)
         self._queued[execution.id] = execution
         self.start(execution)
         return True
@@ -220,11 +326,11 @@ class Dispatcher:
     def _may_retry(self, execution: Execution, finish: Finish, placement: Placement) -> bool:
         """The failure allows it, nobody asked it to stop, another replica can start it in time, and the budget is not spent."""
         delivered = not isinstance(execution.state, Dispatched) or finish.delivered_tokens > 0
-        pool = self._fleet.pool_of(execution.acquire.revision)
-        if pool is None or execution.stop_asked or not is_retryable(finish.reason, placement.attempt, delivered=delivered):
+        if execution.stop_asked or not is_retryable(finish.reason, placement.attempt, delivered=delivered):
             return False
         now_ns = self._clock.monotonic_ns()
-        door = self.door(pool, execution.acquire, placement.replica.name)
+        pool = self._fleet.pool(execution.pool)
+        door = self._door(pool, execution.acquire, execution.need, placement.replica.name)
         if door_refusal(door, ms_from_ns(execution.deadline_ns - now_ns)) is not None:
             return False
-        return self._domain(execution.pool).retries.take(now_ns)
+        return self._domain_of(execution).retries.take(now_ns)

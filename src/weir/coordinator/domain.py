@@ -1,4 +1,4 @@
-"""One scheduling domain as the coordinator keeps it: the queue of a pool, what its requests cost, and how fast it is.
+"""One scheduling domain as the coordinator keeps it: a class's queue of a pool, what its requests cost, and how fast it is.
 
 It turns an execution into a queue entry with its expected cost, keeps that charge true while the execution runs, and predicts
 how long a newcomer waits. It takes no lane, writes nothing and ends nothing.
@@ -6,23 +6,39 @@ how long a newcomer waits. It takes no lane, writes nothing and ends nothing.
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import NamedTuple
 
 from weir.config import CoordinatorConfig
 from weir.coordinator.execution import Execution, Placement
+from weir.core.admission import Times
 from weir.core.endings import FinishReason, Status
 from weir.core.ledger.records import EndRecord, ExecutionId, SettleRecord
+from weir.core.registry.model import Revision, WorkloadClass
+from weir.core.routing.capacity import Need
 from weir.core.routing.retry import RetryBudget
 from weir.core.scheduling.fairness import FairOrder, TokenCosts
-from weir.core.scheduling.feasibility import Caution, FloorPace, PrefillTime, ServiceRate, WaitBias, predicted_wait_ms
+from weir.core.scheduling.feasibility import (
+    Caution,
+    DecodeTime,
+    FloorPace,
+    PrefillTime,
+    ServiceRate,
+    TurnPace,
+    WaitBias,
+    predicted_wait_ms,
+)
 from weir.core.scheduling.orders import Cost, Order
 from weir.core.scheduling.output_lengths import Caller, OutputLengths
 from weir.core.scheduling.queues import DomainQueue, Entry, Waiting
+from weir.messages import Acquire, ReplicaPace
 from weir.units import NANOS_PER_MILLI, Millis, Nanos, Tokens, ns_from_ms
 
 _PRIOR_LANE_NS: Nanos = 1_000 * NANOS_PER_MILLI
 _PRIOR_INPUT_TOKENS: Tokens = 100
 _PRIOR_OUTPUT_TOKENS: Tokens = 128
 """Before anything was measured: a short question and answer, rather too quick than too slow, so that the door is not locked."""
+_PACED_TOKENS: Tokens = 8
+"""Of an answer, whose time per token says something."""
 
 _BIAS_FROM_MS: Millis = 20
 """Shorter predictions say nothing: a lane frees when it frees."""
@@ -34,19 +50,37 @@ MakeOrder = Callable[[Callable[[str], int]], Order]
 
 
 def fair_order(config: CoordinatorConfig) -> MakeOrder:
-    """The product's order: fair, with the configured slack for deadlines."""
-    return lambda weight_of: FairOrder(weight_of, config.fair_slack_tokens * TokenCosts().input)
+    """The product's order: fair, with the configured slack for deadlines and burst for those who come back."""
+    token = TokenCosts().input
+    return lambda weight_of: FairOrder(weight_of, config.fair_slack_tokens * token, config.fair_burst_tokens * token)
+
+
+class Lanes(NamedTuple):
+    """What a newcomer's wait is reckoned with. usable: all lanes that can be used; part: how many of them work like its own."""
+
+    usable: int
+    part: float
 
 
 class Domain:
-    """order: between its tenants. lengths: of answers, shared by the domains of a cell."""
+    """order: between its tenants. lengths: of answers, shared by the domains of a cell. pace_of: of an idle replica now."""
 
-    def __init__(self, config: CoordinatorConfig, order: Order, lengths: OutputLengths) -> None:
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        order: Order,
+        lengths: OutputLengths,
+        pace_of: Callable[[], ReplicaPace | None] = lambda: None,
+    ) -> None:
         self.queue: DomainQueue[ExecutionId] = DomainQueue(config.queue_bounds, order)
         self.retries = RetryBudget(config.retries_min, config.retry_percent, ns_from_ms(config.retry_window_ms))
         self._costs = TokenCosts()
         self._lengths = lengths
+        self._pace_of = pace_of
+        self._assumed: ReplicaPace | None = None
         self._prefill = PrefillTime()
+        self._decode = DecodeTime()
+        self._turns = TurnPace()
         self._pace = FloorPace()
         self._caution = Caution()
         self._last_turn: tuple[Cost, Nanos] | None = None  # the floor and the time, while others wait on
@@ -54,6 +88,19 @@ class Domain:
         self._rate = ServiceRate(_PRIOR_LANE_NS, self._costs.cost(_PRIOR_INPUT_TOKENS, 0, _PRIOR_OUTPUT_TOKENS))
 
     # ── waiting ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def need_of(self, asked: Acquire, revision: Revision, workload: WorkloadClass) -> Need:
+        """What a request is expected to take of a replica."""
+        caller = (asked.tenant, asked.application, asked.revision)
+        expected = self._lengths.expected(caller, asked.max_output_tokens, revision.typical_output_tokens)
+        input_tokens = asked.choices * asked.input_tokens
+        return Need(
+            kv_tokens=input_tokens + asked.choices * expected,
+            input_tokens=input_tokens,
+            prefix=asked.prefix,
+            prefix_bytes=asked.input_bytes,
+            backlog_ms=workload.backlog_ms,
+        )
 
     def push(self, execution: Execution) -> None:
         """Wait in the tenant's flow, at the cost that is expected now."""
@@ -64,15 +111,14 @@ class Domain:
         self.queue.push_ahead(self._entry(execution), avoid)
 
     def _entry(self, execution: Execution) -> Entry[ExecutionId]:
-        asked = execution.acquire
-        typical = execution.admit.revision.typical_output_tokens
-        expected = asked.choices * self._lengths.expected(_caller(execution), asked.max_output_tokens, typical)
+        need = execution.need
         return Entry(
-            tenant=asked.tenant,
+            tenant=execution.id.tenant,
             key=execution.id,
-            size=asked.input_bytes,
-            cost=self._costs.cost(execution.admit.worst.input_tokens, 0, expected),
+            size=execution.acquire.input_bytes,
+            cost=self._costs.cost(need.input_tokens, 0, need.kv_tokens - need.input_tokens),
             start_by_ns=self._start_by_ns(execution),
+            need=need,
         )
 
     def _start_by_ns(self, execution: Execution) -> Nanos:
@@ -81,16 +127,36 @@ class Domain:
         prefill_ns = self.prefill_ns(execution.admit.worst.input_tokens, execution.admitted_ns)
         return min(wait_over_ns, execution.deadline_ns - prefill_ns)
 
-    def predicted_wait_ms(self, tenant: str, lanes: int, free: int, now_ns: Nanos) -> Millis:
-        """How long one more request of this tenant would wait; 0 while a lane is free for everybody. lanes ≥ 1."""
+    def predicted_wait_ms(self, tenant: str, lanes: Lanes, free: int, now_ns: Nanos) -> Millis:
+        """How long one more request of this tenant would wait; 0 while a lane is free for everybody."""
         queue = self.queue
+        self._assume()
         if len(queue) - queue.ahead < free:
             return 0
-        wait_ms = predicted_wait_ms(queue.work_before(tenant), lanes, self._rate, now_ns)
+        wait_ms = self._wait_behind_ms(queue.work_before(tenant), lanes, now_ns)
         wait_ms = max(wait_ms, self._pace.wait_ns(queue.lead(tenant)) / NANOS_PER_MILLI)
         bias = self._biases.get(tenant)
         factor = self._caution.factor(now_ns) * (bias.factor(now_ns) if bias else 1.0)
         return int(wait_ms * factor) + 1
+
+    def _wait_behind_ms(self, work: Cost, lanes: Lanes, now_ns: Nanos) -> float:
+        """Until work is done and one more gets its turn: by the pace of turns, else by what ended lately."""
+        one_more = self.queue.mean_cost or self._turns.mean_cost
+        lane_ns = self._turns.lane_ns(work + one_more, now_ns)
+        if lane_ns is None:
+            return predicted_wait_ms(work, lanes.part, self._rate, now_ns)
+        return lane_ns / lanes.usable / NANOS_PER_MILLI
+
+    def has_to_wait(self, usable: int, now_ns: Nanos) -> None:
+        """One that was pushed could not start, on so many lanes that can be used."""
+        self._turns.waits(usable, now_ns)
+
+    def remove(self, execution: Execution, now_ns: Nanos) -> None:
+        """It waits no more, and got no turn."""
+        self.queue.remove(execution.id.tenant, execution.id)
+        if not self.queue:
+            self._turns.nobody_waits(now_ns)
+            self._last_turn = None
 
     def expired(self, execution: Execution, now_ns: Nanos) -> None:
         """Its wait is over, and it had no turn."""
@@ -110,24 +176,57 @@ class Domain:
         waited_ms = (now_ns - execution.admitted_ns) / NANOS_PER_MILLI
         bias.observe(execution.predicted_wait_ms, waited_ms, now_ns)
 
-    def predicted_retry_ms(self, lanes: int, free: int, now_ns: Nanos) -> Millis:
+    def predicted_retry_ms(self, lanes: Lanes, free: int, now_ns: Nanos) -> Millis:
         """How long a second attempt would wait: only behind other second attempts."""
         queue = self.queue
-        return 0 if queue.ahead < free else int(predicted_wait_ms(queue.work_ahead, lanes, self._rate, now_ns)) + 1
+        return 0 if queue.ahead < free else int(self._wait_behind_ms(queue.work_ahead, lanes, now_ns)) + 1
+
+    def _assume(self) -> None:
+        """A warm-up says how long a short question and answer takes an idle replica."""
+        pace = self._pace_of()
+        if pace is not None and pace is not self._assumed:
+            self._assumed = pace
+            decode_ms = _PRIOR_OUTPUT_TOKENS * pace.output_ms
+            self._rate.assume(ns_from_ms(1) + int((_idle_prefill_ms(pace, _PRIOR_INPUT_TOKENS) + decode_ms) * NANOS_PER_MILLI))
 
     def prefill_ns(self, input_tokens: Tokens, now_ns: Nanos) -> Nanos:
-        """How long an input is expected to take at least; 0 while nothing was measured."""
-        return self._prefill.expected_ns(input_tokens, now_ns)
+        """How long an input is expected to take from its dispatch to the first output; 0 while nothing was measured."""
+        pace = self._pace_of()
+        if pace is None:
+            return self._prefill.expected_ns(input_tokens, now_ns)
+        idle_ns = int(_idle_prefill_ms(pace, input_tokens) * NANOS_PER_MILLI)
+        return self._prefill.expected_ns(input_tokens, now_ns, idle_ns, pace.input_ms * NANOS_PER_MILLI)
+
+    def times(self, need: Need, cached_tokens: Tokens, now_ns: Nanos, *, is_idle: bool) -> Times:
+        """What a deadline is compared with. cached_tokens: held of its input by some replica. is_idle: one runs nothing."""
+        pace = self._pace_of()
+        uncached = need.input_tokens - cached_tokens
+        prefill_ms = self.prefill_ns(uncached, now_ns) // NANOS_PER_MILLI
+        least_ms = min(prefill_ms, int(_idle_prefill_ms(pace, uncached))) if pace is not None else 0
+        if is_idle:
+            return Times(prefill_ms, 0, least_ms)
+        token_ms = self._decode.expected_ms(now_ns, pace.output_ms if pace is not None else 0.0)
+        return Times(prefill_ms, int((need.kv_tokens - need.input_tokens - 1) * token_ms), least_ms)
 
     # ── running ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def serve(self, waiting: Waiting[ExecutionId], execution: Execution, now_ns: Nanos) -> None:
-        """It is dispatched: its flow pays, once however often it is tried."""
+    def serve(
+        self, waiting: Waiting[ExecutionId], execution: Execution, now_ns: Nanos, usable: int = 1, cached_tokens: Tokens = 0
+    ) -> Cost:
+        """It is dispatched: its flow pays, once however often it is tried; what its dispatch costs its class.
+
+        usable: lanes that can be used; cached_tokens: of its input, held by the replica.
+        """
         self._observe_pace(now_ns)
-        ticket = self.queue.serve(waiting)
+        saved = cached_tokens * (self._costs.input - self._costs.cached_input)
+        ticket = self.queue.serve(waiting, saved)
         if ticket is not None:
-            execution.ticket, execution.cost = ticket, ticket.cost
-        self._rate.began(now_ns)
+            execution.ticket, execution.cost = ticket, ticket.cost + saved
+        self._rate.began(execution.cost, now_ns)
+        self._turns.turn(execution.cost, usable, now_ns)
+        if not self.queue:
+            self._turns.nobody_waits(now_ns)
+        return ticket.cost if ticket is not None else 0
 
     def _observe_pace(self, now_ns: Nanos) -> None:
         """Between two turns of a time in which more than one request waited."""
@@ -147,7 +246,9 @@ class Domain:
 
     def showed_output(self, execution: Execution, took_ns: Nanos, now_ns: Nanos) -> None:
         """Its first output came this long after its dispatch."""
-        self._prefill.observe(execution.admit.worst.input_tokens, took_ns, now_ns)
+        placement = execution.placement
+        assert placement is not None
+        self._prefill.observe(execution.need.input_tokens - placement.cached_tokens, took_ns, now_ns)
 
     def ended(self, execution: Execution) -> None:
         """It ended: its flow pays what it cost. One that ended before its time still pays for its input."""
@@ -159,6 +260,17 @@ class Domain:
         self.queue.close(ticket, self._cost_of(execution, end))
         if isinstance(end, SettleRecord) and end.status is Status.COMPLETED:
             self._lengths.observe(_caller(execution), end.output_tokens // execution.acquire.choices)
+
+    def pace_of_answer(self, execution: Execution, now_ns: Nanos) -> float | None:
+        """Time per output token ÷ its class's target, of an answer that completed and was long enough to say."""
+        end = execution.end_record
+        if not isinstance(end, SettleRecord) or end.status is not Status.COMPLETED or end.output_tokens < _PACED_TOKENS:
+            return None
+        token_ms = end.timing.tpot_ms
+        if token_ms is None:
+            return None
+        self._decode.observe(token_ms, now_ns)
+        return token_ms / execution.workload.tpot_target_ms
 
     def _cost_of(self, execution: Execution, end: EndRecord) -> Cost:
         """What an engine reports beyond the worst case is no measurement; what it refused took nothing."""
@@ -174,10 +286,14 @@ class Domain:
 
     def lane_freed(self, execution: Execution, placement: Placement, now_ns: Nanos) -> None:
         """A lane that it took is free again: whole answers say how long work takes, in the measure in which it waits."""
-        self._rate.left(placement.lane_taken_ns)
+        self._rate.left(execution.cost, placement.lane_taken_ns)
         end = execution.end_record
         if placement is execution.placement and end is not None and end.status is Status.COMPLETED:
             self._rate.observe(execution.cost, now_ns - placement.lane_taken_ns, now_ns)
+
+
+def _idle_prefill_ms(pace: ReplicaPace, input_tokens: Tokens) -> float:
+    return pace.first_ms + pace.input_ms * input_tokens
 
 
 def _caller(execution: Execution) -> Caller:

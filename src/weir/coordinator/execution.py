@@ -14,6 +14,7 @@ from weir.core.ledger.reservation import Reservation
 from weir.core.metering import Usage
 from weir.core.registry.model import WorkloadClass
 from weir.core.request import Admitted, Dispatched, Ended, RequestState, Streaming, is_terminal, public_status
+from weir.core.routing.capacity import NOTHING, Need
 from weir.core.routing.replica import Replica
 from weir.core.scheduling.orders import Cost, Ticket
 from weir.messages import Acquire, GenerationRecord, ended_record
@@ -22,12 +23,17 @@ from weir.units import Millis, Nanos, Tokens
 
 @dataclass(slots=True)
 class Placement:
-    """Where an attempt runs or ran. lane: None once it was given back. lane_taken_ns: when it was taken."""
+    """Where an attempt runs or ran. lane: None once it was given back. lane_taken_ns: when it was taken.
+
+    cached_tokens: of its input, believed to be held there. has_output: its first output came.
+    """
 
     replica: Replica
     lane: int | None
     attempt: int
     lane_taken_ns: Nanos
+    cached_tokens: Tokens = 0
+    has_output: bool = False
 
 
 @dataclass(slots=True)
@@ -37,7 +43,7 @@ class Execution:
     windows: the budget windows that its hold counts in. placements: of its attempts, the last one last. lost: what the attempt
     that was retried used. end_record and decided_ns: set when the end is decided. given_up: its answer was dropped because the
     store was away. predicted_wait_ms: at the door. ticket: what its flow was charged, while it runs; cost: what was
-    expected at its first dispatch.
+    expected at its first dispatch, nothing cached. need: what it takes of a replica.
     """
 
     id: ExecutionId
@@ -63,6 +69,7 @@ class Execution:
     predicted_wait_ms: Millis = 0
     ticket: Ticket | None = None
     cost: Cost = 0
+    need: Need = NOTHING
     end_durable: bool = False
     given_up: bool = False
     cancel_queries: list[tuple[str, int]] = field(default_factory=list)

@@ -4,13 +4,16 @@ It holds facts and answers questions. Control's supervisor reports what was laun
 and frees lanes. Every change that could let waiting work start, or that gateways must know, is announced to `on_change`.
 """
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from weir.core.endings import FinishReason
+from weir.core.registry.model import Pool
 from weir.core.routing.breaker import BACK_OFF_MS
-from weir.core.routing.replica import Replica, ReplicaEvent, ReplicaLimits, ReplicaState
-from weir.messages import ReplicaAddress
+from weir.core.routing.capacity import Need
+from weir.core.routing.prefixes import PrefixIndex
+from weir.core.routing.replica import Lanes, Replica, ReplicaEvent, ReplicaLimits, ReplicaState
+from weir.messages import ReplicaAddress, ReplicaPace
 from weir.ports import Clock
 from weir.units import Millis
 
@@ -20,23 +23,67 @@ START_EXPECTED_MS: Millis = 5_000
 
 @dataclass(slots=True)
 class PoolView:
-    """A pool's replicas by name, and whether a first request starts one."""
+    """A pool and its replicas by name. lanes: their sums. pace: of an idle replica, None while none was measured."""
 
-    name: str
-    revision: str
-    replicas: dict[str, Replica]
-    on_demand: bool
+    pool: Pool
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    lanes: Lanes = field(default_factory=Lanes)
+    pace: ReplicaPace | None = None
+
+    @property
+    def name(self) -> str:
+        """The pool's name."""
+        return self.pool.name
+
+    @property
+    def revision(self) -> str:
+        """What it serves."""
+        return self.pool.revision
+
+    @property
+    def on_demand(self) -> bool:
+        """Whether a first request starts a replica."""
+        return self.pool.on_demand
+
+    @property
+    def running(self) -> int:
+        """Lanes taken."""
+        return sum([replica.running for replica in self.replicas.values()])
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether a replica that takes work runs nothing."""
+        return self.lanes.free > 0 and any(replica.free and not replica.running for replica in self.replicas.values())
+
+    def has_memory(self, need: Need, avoid: str | None = None) -> bool:
+        """Whether some replica with a free lane, but not the one to avoid, has memory for this."""
+        return any(
+            replica.free and replica.name != avoid and replica.room.holds(need.kv_tokens) for replica in self.replicas.values()
+        )
+
+    def has_room(self, need: Need, avoid: str | None = None) -> bool:
+        """Whether some replica, but not the one to avoid, can start this now."""
+        return any(replica.free and replica.name != avoid and replica.room.fits(need) for replica in self.replicas.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Adapting:
+    """How replicas adapt. back_off_ms: how long one that failed is left alone; least_percent: of its lanes, always usable."""
+
+    back_off_ms: Millis = BACK_OFF_MS
+    least_percent: int = 100
 
 
 class Fleet:
-    """Pools and replicas of a cell. Names of replicas are never reused. back_off_ms: how long one that failed is left alone."""
+    """Pools and replicas of a cell. Names of replicas are never reused. prefixes: what their caches are believed to hold."""
 
-    def __init__(self, clock: Clock, back_off_ms: Millis = BACK_OFF_MS) -> None:
+    def __init__(self, clock: Clock, adapting: Adapting | None = None) -> None:
         self._clock = clock
-        self._back_off_ms = back_off_ms
+        self._adapting = adapting or Adapting()
         self._pools: dict[str, PoolView] = {}
-        self._pool_of_revision: dict[str, str] = {}
+        self._pools_of_revision: dict[str, tuple[PoolView, ...]] = {}
         self._addresses: dict[str, ReplicaAddress] = {}
+        self.prefixes = PrefixIndex()
         self.on_change: Callable[[], None] = lambda: None
         self.on_condemned: Callable[[str], None] = lambda replica: None
         self.on_demand: Callable[[str], None] = lambda pool: None
@@ -44,16 +91,19 @@ class Fleet:
 
     # ── reported by control ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def add_pool(self, name: str, revision: str, *, on_demand: bool = False) -> None:
-        """A pool that may get replicas. Idempotent."""
-        if name not in self._pools:
-            self._pools[name] = PoolView(name, revision, {}, on_demand)
-            self._pool_of_revision[revision] = name
+    def add_pool(self, pool: Pool) -> None:
+        """A pool that may get replicas. Idempotent by its name."""
+        if pool.name not in self._pools:
+            view = self._pools[pool.name] = PoolView(pool)
+            self._pools_of_revision[pool.revision] = (*self.pools_of(pool.revision), view)
 
     def add(self, name: str, pool: str, concurrency: int) -> None:
         """A replica is starting."""
-        assert name not in self._pools[pool].replicas
-        self._pools[pool].replicas[name] = Replica(name, pool, ReplicaLimits(concurrency), self._back_off_ms)
+        view = self._pools[pool]
+        assert name not in view.replicas
+        least = max(1, concurrency * self._adapting.least_percent // 100)
+        limits = ReplicaLimits(concurrency, least)
+        view.replicas[name] = Replica(name, pool, limits, self._adapting.back_off_ms, view.lanes)
 
     def answered(self, address: ReplicaAddress) -> None:
         """The replica's warm-up or probe succeeded: it takes work, at this address, with these capabilities.
@@ -63,12 +113,24 @@ class Fleet:
         replica = self._replica(address.pool, address.name)
         if replica is None or replica.state in (ReplicaState.STOPPED, ReplicaState.FAILED):
             return
-        before = (self._addresses.get(address.name), replica.state)
-        self._addresses[address.name] = address
+        before = (self._addresses.get(address.name), replica.state, replica.free)
+        if before[0] != address:
+            self._learn(replica, address)
         replica.answered(self._clock.monotonic_ns())
         self._tell_change(replica, before[1], "answered")
-        if before != (address, replica.state):
+        if before != (address, replica.state, replica.free):
             self.on_change()
+
+    def _learn(self, replica: Replica, address: ReplicaAddress) -> None:
+        """Where it is, what its memory holds and how fast it is."""
+        self._addresses[address.name] = address
+        replica.room.kv_tokens_max = address.kv_tokens
+        if address.cache_salt:
+            self.prefixes.bound(address.name, address.kv_tokens)
+        pace = address.pace
+        if pace is not None:
+            self._pools[address.pool].pace = pace
+            replica.room.input_ms = pace.input_ms
 
     def doubted(self, pool: str, name: str) -> None:
         """A probe of the replica failed: no new work until it answers."""
@@ -101,6 +163,7 @@ class Fleet:
             return
         replica.advance(ReplicaEvent.STOP if replica.state is ReplicaState.DRAINING else ReplicaEvent.FAIL)
         self._addresses.pop(name, None)
+        self.prefixes.gone(name)
         self.on_change()
 
     # ── reported by the coordinator ──────────────────────────────────────────────────────────────────────────────────
@@ -122,14 +185,13 @@ class Fleet:
 
     # ── asked by the coordinator ─────────────────────────────────────────────────────────────────────────────────────
 
-    def pool_of(self, revision: str) -> PoolView | None:
-        """The pool that serves a revision."""
-        name = self._pool_of_revision.get(revision)
-        return self._pools[name] if name is not None else None
+    def pools_of(self, revision: str) -> tuple[PoolView, ...]:
+        """Every pool that serves a revision, in the order in which they were added."""
+        return self._pools_of_revision.get(revision, ())
 
-    def replicas_by_pool(self) -> dict[str, Collection[Replica]]:
-        """What the scheduler matches with queues."""
-        return {name: pool.replicas.values() for name, pool in self._pools.items()}
+    def pool(self, name: str) -> PoolView:
+        """A pool by its name."""
+        return self._pools[name]
 
     def address_of(self, name: str) -> ReplicaAddress:
         """Where a replica that takes work is reached."""
@@ -147,11 +209,9 @@ class Fleet:
 
     def lanes(self, pool: PoolView, avoid: str | None = None) -> tuple[int, int]:
         """(lanes that can be used now, those of them that are free). avoid: a replica that does not count."""
-        usable = free = 0
-        for replica in pool.replicas.values():
-            if replica.name != avoid:
-                usable += replica.usable
-                free += replica.free
+        usable, free = pool.lanes.usable, pool.lanes.free
+        if avoid is not None and (avoided := pool.replicas.get(avoid)) is not None:
+            usable, free = usable - avoided.usable, free - avoided.free
         return usable, free
 
     def demand(self, pool: PoolView) -> None:
@@ -161,7 +221,7 @@ class Fleet:
 
     def running_in(self, pool: str) -> int:
         """Lanes taken in one pool."""
-        return sum(replica.running for replica in self._pools[pool].replicas.values())
+        return self._pools[pool].running
 
     @property
     def pools(self) -> Iterable[PoolView]:
@@ -170,7 +230,7 @@ class Fleet:
 
     def running(self) -> int:
         """Lanes taken in the whole fleet."""
-        return sum(replica.running for pool in self._pools.values() for replica in pool.replicas.values())
+        return sum([pool.running for pool in self._pools.values()])
 
     def _replica(self, pool: str, name: str) -> Replica | None:
         return self._pools[pool].replicas.get(name)

@@ -63,17 +63,30 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
+class Times:
+    """How long it takes from its start, 0 while unknown. prefill_ms: to its first output; decode_ms: from there to its end.
+
+    Both as replicas are now, and for an answer of the expected length; decode_ms is 0 while a replica is idle, so that a wrong
+    expectation meets evidence. least_ms: to the first output on an idle one, the best that may happen.
+    """
+
+    prefill_ms: Millis = 0
+    decode_ms: Millis = 0
+    least_ms: Millis = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Door:
     """The scheduling domain as a newcomer meets it. lanes: of ready replicas; queue_refusal: the queue's own answer.
 
-    no_capacity_retry_ms: when a replica is expected, used while lanes is 0. prefill_ms: from its start to its first output.
+    no_capacity_retry_ms: when a replica is expected, used while lanes is 0. times: what its deadline is compared with.
     """
 
     lanes: int
     queue_refusal: errors.WeirError | None
     predicted_wait_ms: Millis
     wait_ms_max: Millis
-    prefill_ms: Millis
+    times: Times
     no_capacity_retry_ms: Millis
 
 
@@ -124,7 +137,18 @@ def idempotency_refusal(body_digest: bytes, bound: Bound) -> errors.WeirError | 
 
 
 def door_refusal(door: Door, deadline_ms: Millis) -> errors.WeirError | None:
-    """Queue bounds, then capacity, then the predicted wait against its bound and the deadline."""
+    """What no wait would cure, then queue bounds, capacity, and the predicted wait against its bound and the deadline."""
+    times, left_ms = door.times, max(0, deadline_ms)
+    if times.least_ms >= deadline_ms and times.least_ms:
+        return errors.DeadlineInfeasible(
+            f"An idle replica would begin to answer in {times.least_ms} ms at best, and the request must end in {left_ms} ms.",
+            members={
+                "field": "deadline_ms",
+                "accepted": f"above {times.least_ms}",
+                "predicted_ms": times.least_ms,
+                "deadline_ms": left_ms,
+            },
+        )
     if door.queue_refusal is not None:
         return door.queue_refusal
     if door.lanes == 0:
@@ -135,11 +159,11 @@ def door_refusal(door: Door, deadline_ms: Millis) -> errors.WeirError | None:
             f"The predicted wait of {wait_ms} ms is above the bound of {door.wait_ms_max} ms.",
             retry_after_ms=wait_ms - door.wait_ms_max,
         )
-    first_ms = wait_ms + door.prefill_ms
-    if first_ms >= deadline_ms:
+    predicted_ms = wait_ms + times.prefill_ms + times.decode_ms
+    if predicted_ms >= deadline_ms:
         return errors.DeadlineUnmeetableNow(
-            f"The request would begin to answer in {first_ms} ms and must end in {max(0, deadline_ms)} ms.",
-            members={"predicted_ms": first_ms, "deadline_ms": max(0, deadline_ms)},
-            retry_after_ms=first_ms - deadline_ms + 1,
+            f"The request is predicted to take {predicted_ms} ms and must end in {left_ms} ms.",
+            members={"predicted_ms": predicted_ms, "deadline_ms": left_ms},
+            retry_after_ms=predicted_ms - deadline_ms + 1,
         )
     return None

@@ -42,6 +42,7 @@ class Tenant:
     """An organisation that owns applications. time_zone: IANA name, used for budget windows; the former ones: those of late.
 
     weight: 1 … TENANT_WEIGHT_MAX; of a busy pool, tenants get service in proportion to theirs. It reserves nothing.
+    leaves_its_pools: whether its work may also go to shared pools where it has dedicated ones.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Tenant:
     external_allowed: bool = False
     former_time_zones: tuple[FormerZone, ...] = ()
     weight: int = 1
+    leaves_its_pools: bool = False
 
     @property
     def zones(self) -> Zones:

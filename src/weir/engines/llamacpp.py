@@ -16,7 +16,7 @@ from weir import errors
 from weir.core.request import Message
 from weir.engines.http_client import HttpClient
 from weir.engines.openai_compatible import PROBE_MS, ControlCalls, json_object, whole_number
-from weir.engines.openai_stream import IDLE_MS, StreamedRun, generation_request, messages_of
+from weir.engines.openai_stream import FIRST_OUTPUT_MS, IDLE_MS, StreamedRun, generation_request, messages_of
 from weir.messages import ReplicaAddress
 from weir.ports import EngineCall, EngineRun, EngineSink
 from weir.units import Millis, Tokens
@@ -31,11 +31,19 @@ _IDLE_CONNECTIONS_MAX = 3  # each holds a thread of the server until it closes
 
 
 class LlamaCppEngine:
-    """Client of llama.cpp servers. idle_ms: bound of silence; stop_ms: bound of a stop's confirmation without progress."""
+    """Client of llama.cpp servers. stop_ms: bound of a stop's confirmation without progress; others: as `StreamedRun` says."""
 
-    def __init__(self, *, idle_ms: Millis = IDLE_MS, stop_ms: Millis = STOP_MS, probe_ms: Millis = PROBE_MS) -> None:
+    def __init__(
+        self,
+        *,
+        first_output_ms: Millis = FIRST_OUTPUT_MS,
+        idle_ms: Millis = IDLE_MS,
+        stop_ms: Millis = STOP_MS,
+        probe_ms: Millis = PROBE_MS,
+    ) -> None:
         self._client = HttpClient(idle_per_origin_max=_IDLE_CONNECTIONS_MAX, idle_ms=4_000)  # it closes them after 5 s
         self._control = ControlCalls(self._client, probe_ms)
+        self._first_output_ms = first_output_ms
         self._idle_ms = idle_ms
         self._stop_ms = stop_ms
 
@@ -43,14 +51,15 @@ class LlamaCppEngine:
         """Begin a streamed generation in the slot that is the call's lane."""
         extra = {"cache_prompt": False, "id_slot": call.lane, "timings_per_token": True, "n": 1}
         confirm = partial(self._wait_slot_idle, call.replica, call.lane)
-        return StreamedRun(sink, self._idle_ms, confirm).begin(self._client, generation_request(call, extra))
+        run = StreamedRun(sink, self._first_output_ms, self._idle_ms, confirm)
+        return run.begin(self._client, generation_request(call, extra))
 
     async def count_input(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
         """Exact input tokens as the completion endpoints count them; None when the replica cannot say in time."""
         return await self._control.count(replica, partial(self._count, replica, prompt, chat))
 
     async def probe(self, replica: ReplicaAddress) -> ReplicaAddress:
-        """Health, model name and the context window of a slot. Raises EngineFault, also while the model loads."""
+        """Health, model name, slots and the context window of each. Raises EngineFault, also while the model loads."""
         await self._control.check_health(replica)
         answer = await self._control.call(replica, "GET", "/props")
         if answer.status != 200:
@@ -58,6 +67,7 @@ class LlamaCppEngine:
         props = json_object(answer)
         settings = props.get("default_generation_settings")
         window = whole_number(settings.get("n_ctx")) if isinstance(settings, dict) else None
+        slots = whole_number(props.get("total_slots"))
         return msgspec.structs.replace(
             replica,
             model=str(props.get("model_alias") or replica.model),
@@ -65,6 +75,7 @@ class LlamaCppEngine:
             counts_tokens=await self._count(replica, "a", chat=True) is not None,
             continuous_usage=True,
             cache_salt=False,
+            kv_tokens=slots * window if slots and window else None,
         )
 
     async def aclose(self) -> None:

@@ -1,11 +1,12 @@
 """Any OpenAI-compatible server behind a URL: vLLM, a hosted API, the simulated server.
 
 It decides which fields such a server is sent and what it can do; what its stream means is `openai_stream`'s. /v1/models shows
-that it is such a server and takes our key. Without /health, /tokenize or /version it merely has no capabilities. A probe never
-generates anything: it runs often, and a hosted API costs money.
+that it is such a server and takes our key. Without /health, /tokenize, /version or /metrics it merely has no capabilities. A
+probe never generates anything: it runs often, and a hosted API costs money.
 """
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,7 +18,7 @@ from weir.core.registry.model import EngineKind
 from weir.core.request import Message
 from weir.engines.http_client import HttpClient
 from weir.engines.http_exchange import HttpRequest, HttpResponse
-from weir.engines.openai_stream import IDLE_MS, StreamedRun, generation_request, messages_of
+from weir.engines.openai_stream import FIRST_OUTPUT_MS, IDLE_MS, StreamedRun, generation_request, messages_of
 from weir.messages import ReplicaAddress
 from weir.ports import EngineCall, EngineRun, EngineSink
 from weir.units import Millis, Tokens
@@ -25,6 +26,9 @@ from weir.units import Millis, Tokens
 COUNT_MS = 250
 COUNTS_AT_ONCE = 4
 PROBE_MS = 2_000
+_CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
+_KV_BLOCKS = re.compile(rb'(?:^|,)num_gpu_blocks="(\d{1,12})"')
+_BLOCK_TOKENS = re.compile(rb'(?:^|,)block_size="(\d{1,6})"')
 
 
 class ControlCalls:
@@ -74,11 +78,19 @@ def whole_number(value: Any) -> int | None:
 
 
 class OpenAICompatibleEngine:
-    """Client of OpenAI-compatible servers. idle_ms: bound of silence of a stream, before its first byte and after."""
+    """Client of OpenAI-compatible servers. first_output_ms, idle_ms: as `StreamedRun` says."""
 
-    def __init__(self, *, idle_ms: Millis = IDLE_MS, connect_ms: Millis = 2_000, probe_ms: Millis = PROBE_MS) -> None:
+    def __init__(
+        self,
+        *,
+        first_output_ms: Millis = FIRST_OUTPUT_MS,
+        idle_ms: Millis = IDLE_MS,
+        connect_ms: Millis = 2_000,
+        probe_ms: Millis = PROBE_MS,
+    ) -> None:
         self._client = HttpClient(connect_ms=connect_ms)
         self._control = ControlCalls(self._client, probe_ms)
+        self._first_output_ms = first_output_ms
         self._idle_ms = idle_ms
 
     def start(self, call: EngineCall, sink: EngineSink) -> EngineRun:
@@ -88,7 +100,10 @@ class OpenAICompatibleEngine:
             extra["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         if call.replica.cache_salt and call.cache_salt:
             extra["cache_salt"] = call.cache_salt
-        return StreamedRun(sink, self._idle_ms).begin(self._client, generation_request(call, extra))
+        if call.replica.cache_forbidden:
+            extra["cache_prompt"] = False
+        run = StreamedRun(sink, self._first_output_ms, self._idle_ms)
+        return run.begin(self._client, generation_request(call, extra))
 
     async def count_input(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
         """Exact input tokens by vLLM's /tokenize, with the chat template where chat; None when it cannot say in time."""
@@ -99,7 +114,10 @@ class OpenAICompatibleEngine:
 
         A fault whose retry_advice is False stays until somebody changes the configuration: the server refuses our key.
         vLLM is recognised by /version and by whom it names as its models' owner. Either is enough to ask for usage on every
-        chunk, which is harmless elsewhere. A salted prefix cache takes both: believed wrongly, tenants would share a cache.
+        chunk, which is harmless elsewhere. A salted prefix cache takes both: believed wrongly, tenants would share a cache; so
+        would they if a vLLM that fails for a moment were taken for something else. llama.cpp's server has no salts, and a field
+        that forbids its cache.
+        An address that has kv_tokens keeps them.
         """
         await self._control.check_health(replica)
         card = _card_for(replica, _cards_in(await self._control.call(replica, "GET", "/v1/models")))
@@ -108,13 +126,18 @@ class OpenAICompatibleEngine:
             model=card["id"],
             context_tokens=whole_number(card.get("max_model_len")) or replica.context_tokens,
         )
-        version = json_object(await self._control.call(found, "GET", "/version")).get("version")
-        has_version, owned_by_vllm = isinstance(version, str), card.get("owned_by") == "vllm"
+        owned_by_vllm = card.get("owned_by") == "vllm"
+        answer = await self._control.call(found, "GET", "/version")
+        if owned_by_vllm and answer.status >= 500:
+            raise errors.EngineError(f"The replica is not ready: /version answers {answer.status}.")
+        has_version = isinstance(json_object(answer).get("version"), str)
         return msgspec.structs.replace(
             found,
             counts_tokens=await self._tokenize(found, "a", chat=False) is not None,
             continuous_usage=has_version or owned_by_vllm,
             cache_salt=has_version and owned_by_vllm,
+            cache_forbidden=card.get("owned_by") == "llamacpp",
+            kv_tokens=replica.kv_tokens or await self._kv_tokens(found),
         )
 
     async def aclose(self) -> None:
@@ -126,6 +149,25 @@ class OpenAICompatibleEngine:
         text = {"messages": messages_of(prompt)} if chat else {"prompt": prompt}
         answer = await self._control.call(replica, "POST", "/tokenize", {"model": replica.model, **text})
         return whole_number(json_object(answer).get("count"))
+
+    async def _kv_tokens(self, replica: ReplicaAddress) -> Tokens | None:
+        """What vLLM's metrics say of its KV blocks; None where they say nothing, or do not arrive."""
+        try:
+            answer = await self._control.call(replica, "GET", "/metrics")
+        except errors.EngineFault:
+            return None
+        return _kv_tokens_in(answer.body) if answer.status == 200 else None
+
+
+def _kv_tokens_in(metrics: bytes) -> Tokens | None:
+    """The KV blocks of all engines of one server, in tokens; None unless each says how many it has."""
+    tokens = 0
+    for labels in _CACHE_CONFIG.findall(metrics):
+        blocks, size = _KV_BLOCKS.search(labels), _BLOCK_TOKENS.search(labels)
+        if blocks is None or size is None:
+            return None
+        tokens += int(blocks[1]) * int(size[1])
+    return tokens or None
 
 
 def _cards_in(answer: HttpResponse) -> list[dict[str, Any]]:

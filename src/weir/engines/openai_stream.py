@@ -21,7 +21,8 @@ from weir.engines.http_exchange import HttpRequest
 from weir.ports import Delta, EngineCall, EngineEnd, EngineSink, EngineUsage
 from weir.units import Millis, Tokens
 
-IDLE_MS = 30_000  # the bound of silence before the first byte and between chunks
+FIRST_OUTPUT_MS = 60_000  # a long prompt is read in silence, perhaps behind others
+IDLE_MS = 30_000  # the bound of silence between outputs
 REFUSAL_BYTES_MAX = 64 * 1024
 _DONE = b"[DONE]"
 _NOT_THE_REQUESTS_FAULT = frozenset({401, 403, 404, 405, 408, 429})
@@ -42,7 +43,12 @@ ConfirmStop = Callable[[bool], Awaitable[None]]
 
 
 class _Text(msgspec.Struct, gc=False):
+    """Beside its content a delta may carry output that is not relayed; a role alone is none."""
+
     content: str | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    tool_calls: Any = None
 
 
 class _Choice(msgspec.Struct):
@@ -109,13 +115,15 @@ def messages_of(prompt: str | tuple[Message, ...]) -> list[dict[str, str]]:
 class StreamedRun:
     """One generation over one exchange: an EngineRun, and the receiver of its response.
 
-    idle_ms: bound of silence, not counted while paused. confirm: how the engine confirms that a cut call runs no longer; None
-    where the closed connection is the confirmation.
+    first_output_ms: bound of silence before its first output, idle_ms: between two; neither counts while paused, and comments
+    and roles are silence too. confirm: how the engine confirms that a cut call runs no longer; None where the closed connection
+    is the confirmation.
     """
 
-    def __init__(self, sink: EngineSink, idle_ms: Millis, confirm: ConfirmStop | None = None) -> None:
+    def __init__(self, sink: EngineSink, first_output_ms: Millis, idle_ms: Millis, confirm: ConfirmStop | None = None) -> None:
         self._sink = sink
         self._confirm = confirm
+        self._first_output_s = first_output_ms / 1_000
         self._idle_s = idle_ms / 1_000
         self._decoder = SseDecoder()
         self._status = 0
@@ -133,7 +141,7 @@ class StreamedRun:
         """Send the request; itself. Never raises."""
         self._loop = client.loop
         self._heard_at = self._loop.time()
-        self._watch = self._loop.call_later(self._idle_s, self._check_silence)
+        self._watch = self._loop.call_later(self._first_output_s, self._check_silence)
         self._exchange: Exchange = client.open(request, self)
         return self
 
@@ -169,7 +177,6 @@ class StreamedRun:
     def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
         """The answer began."""
         self._status = status
-        self._heard_at = self._loop.time()
 
     def on_body(self, data: bytes) -> None:
         """Bytes of the stream, or of a refusal."""
@@ -186,7 +193,7 @@ class StreamedRun:
         except errors.EngineFault as error:
             fault = error
         if deltas:
-            self._had_output = True
+            self._hear()
             self._sink.on_deltas(deltas)
         if self._over.is_set():  # the sink may have cancelled
             return
@@ -217,8 +224,6 @@ class StreamedRun:
 
     def _read(self, payloads: list[bytes], deltas: list[Delta]) -> bool:
         """Append what the chunks say; True at the end mark. Raises EngineFault where they are no chunks or say so."""
-        if payloads:
-            self._heard_at = self._loop.time()
         seen = self._tokens_seen
         for payload in payloads:
             if payload == _DONE:
@@ -248,7 +253,11 @@ class StreamedRun:
                     raise errors.EngineError("The engine ended the reply for an unknown finish reason.")
                 self._without_reason = True
         delta = choice.delta
-        return (delta.content if delta is not None else choice.text) or ""
+        if delta is None:
+            return choice.text or ""
+        if delta.reasoning_content or delta.reasoning or delta.tool_calls:
+            self._hear()
+        return delta.content or ""
 
     def _count_of(self, chunk: _Chunk) -> Tokens | None:
         """The cumulative output count that a chunk carries; its usage is noted."""
@@ -281,16 +290,25 @@ class StreamedRun:
         self._watch.cancel()
         self._exchange.close()
 
+    def _hear(self) -> None:
+        """Output came."""
+        self._heard_at = self._loop.time()
+        if not self._had_output:
+            self._had_output = True
+            self._watch.cancel()
+            self._watch = self._loop.call_later(self._idle_s, self._check_silence)
+
     def _check_silence(self) -> None:
         """Runs once per bound, not per chunk. After the end mark it cuts a response that never ends."""
+        bound_s = self._idle_s if self._had_output else self._first_output_s
         now = self._loop.time()
         heard_at = now if self._paused else self._heard_at
-        if now - heard_at < self._idle_s:
-            self._watch = self._loop.call_at(heard_at + self._idle_s, self._check_silence)
+        if now - heard_at < bound_s:
+            self._watch = self._loop.call_at(heard_at + bound_s, self._check_silence)
         elif self._over.is_set():
             self._exchange.close()
         else:
-            self._fail(errors.Stalled("The engine sent nothing within the bound."))
+            self._fail(errors.Stalled("The engine sent no output within the bound."))
 
 
 def _usage_of(usage: _Usage | None) -> EngineUsage | None:

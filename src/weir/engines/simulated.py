@@ -16,7 +16,7 @@ from weir.engines.simulated_batch import SimulatedBatch, Step, StepOutcome
 from weir.engines.simulated_faults import NO_FAULTS, Faults, is_marked
 from weir.engines.simulated_run import SimulatedRun
 from weir.engines.simulated_text import ReplyBounds, count_prompt_tokens, natural_output_tokens, prompt_block_keys, script
-from weir.engines.step_time import step_time
+from weir.engines.step_time import StepTime, step_time
 from weir.errors import EngineRejected, ReplicaLost, Stalled
 from weir.messages import ReplicaAddress
 from weir.ports import EngineCall, EngineRun, EngineSink
@@ -33,6 +33,10 @@ def _exact(duration_ms: float) -> float:
     return duration_ms
 
 
+def _scheduled(step: Step) -> float:
+    return step.duration_ms
+
+
 def _nothing_more() -> None:
     return
 
@@ -45,7 +49,7 @@ class SimulatedReplica:
     output_length: the tokens after which a reply ends by itself, ≥ 1. seed: for calls that bring none.
     kv_tokens: what its KV blocks have room for, ≥ 16, None for the row's. prefix_cache: whether calls of one salt reuse what
     their prompts begin with; calls without a salt share one. faults: from its start. on_crash: what an ordered crash does
-    beside losing the replica.
+    beside losing the replica. step_time: in place of the one that row and preset name. pace: a step → its milliseconds.
     """
 
     row: str = "demo"
@@ -59,14 +63,16 @@ class SimulatedReplica:
     prefix_cache: bool = False
     faults: Faults = NO_FAULTS
     on_crash: Callable[[], None] = _nothing_more
+    step_time: StepTime | None = None
+    pace: Callable[[Step], float] = _scheduled
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
     """A replica's own figures: sequences and the share of KV blocks they hold now, the rest since it started.
 
-    prompt_tokens: of prompts whose first token came. prefix_queries, prefix_hits: prompt tokens looked up, and found, in the
-    prefix cache.
+    kv_tokens: what all its KV blocks have room for. prompt_tokens: of prompts whose first token came. prefix_queries,
+    prefix_hits: prompt tokens looked up, and found, in the prefix cache.
     """
 
     running: int
@@ -77,6 +83,7 @@ class ReplicaLoad:
     preemptions: int
     prefix_queries: Tokens
     prefix_hits: Tokens
+    kv_tokens: Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +106,7 @@ class _Replica:
         self.prompt_tokens: Tokens = 0
         self.generation_tokens: Tokens = 0
         self._loop = loop
-        self._step_time = step_time(spec.row, spec.preset)
+        self._step_time = spec.step_time or step_time(spec.row, spec.preset)
         self._runs: dict[int, SimulatedRun] = {}
         self._crashing: set[int] = set()
         self._stalling: dict[int, Tokens] = {}
@@ -185,7 +192,7 @@ class _Replica:
         if self._step is not None:
             for sequence_id, cached_tokens in self._step.started:
                 self._runs[sequence_id].begin(cached_tokens)
-            self._step_ends_s = start_s + self.spec.noise(self._step.duration_ms) * self.faults.slowdown / 1_000
+            self._step_ends_s = start_s + self.spec.noise(self.spec.pace(self._step)) * self.faults.slowdown / 1_000
             self._wake = self._loop.call_at(self._step_ends_s, self._complete)
 
     def _complete(self) -> None:
@@ -283,6 +290,7 @@ class SimulatedEngine:
             counts_tokens=True,
             continuous_usage=True,
             cache_salt=self._replica(replica.name).spec.prefix_cache,
+            kv_tokens=self._replica(replica.name).batch.kv_tokens,
         )
 
     async def aclose(self) -> None:
@@ -330,6 +338,7 @@ class SimulatedEngine:
             batch.preemptions,
             batch.prefix_queries,
             batch.prefix_hits,
+            batch.kv_tokens,
         )
 
     # ── within ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from weir.engines.simulated import ReplicaLoad
+from weir.engines.simulated_blocks import BLOCK_TOKENS
 from weir.ports import Delta, EngineEnd, EngineUsage
 from weir.units import Tokens
 
@@ -124,4 +125,6 @@ def exposition(model: str, load: ReplicaLoad) -> str:
         ("prefix_cache_hits_total", "counter", load.prefix_hits),
     )
     labels = f'{{engine="0",model_name={msgspec.json.encode(model).decode()}}}'
-    return "".join(f"# TYPE vllm:{name} {kind}\nvllm:{name}{labels} {float(value)}\n" for name, kind, value in rows)
+    figures = "".join(f"# TYPE vllm:{name} {kind}\nvllm:{name}{labels} {float(value)}\n" for name, kind, value in rows)
+    blocks = f'block_size="{BLOCK_TOKENS}",engine="0",num_gpu_blocks="{load.kv_tokens // BLOCK_TOKENS}"'
+    return f"{figures}# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{{{blocks}}} 1.0\n"

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from weir import errors
 from weir.core.registry.snapshot import Snapshot
+from weir.core.routing.pools import within_reach
 from weir.messages import (
     AskStanding,
     CancelById,
@@ -61,9 +62,18 @@ class Inbox:
         """Requests with an open reference."""
         return len(self._listeners)
 
-    def ready_replica(self, revision: str) -> ReplicaAddress | None:
-        """A ready replica of a revision that counts tokens, for input counting; None when there is none."""
-        return next((replica for replica in self._ready.get(revision, ()) if replica.counts_tokens), None)
+    def counting_replica(self, revision: str, tenant: str) -> ReplicaAddress | None:
+        """A ready replica of a revision that counts tokens and may see this tenant's prompts; None when there is none."""
+        ready, owner = self._ready.get(revision, ()), self.snapshot.tenants.get(tenant)
+        if not ready or owner is None:
+            return None
+        pools = [pool for pool in self.snapshot.pools.values() if pool.revision == revision]
+        names = {pool.name for pool in within_reach(pools, tenant, owner.leaves_its_pools)}
+        return next((replica for replica in ready if replica.counts_tokens and replica.pool in names), None)
+
+    def has_choice(self, revision: str) -> bool:
+        """Whether several replicas of a revision are ready that keep what they have read, apart for each salt."""
+        return sum([address.cache_salt for address in self._ready.get(revision, ())]) > 1
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -112,7 +112,7 @@ class Gateway:
             await self._refuse_late(plan, answer, ms_from_ns(waited_ns))
             return
         ids = Ids(relay.ref, plan.request.request_id or self._new_id("req"), self._new_id("gen"))
-        acquire = acquire_of(plan, ids, self._planner.digest(plan), surface, waited_ns)
+        acquire = acquire_of(plan, ids, self._planner.digest(plan), self._planner.prefix(plan), surface, waited_ns)
         assert self.inbox.link is not None
         self.inbox.link.send(acquire)
         await relay.until(lambda: relay.decision is not None or relay.is_over)
@@ -171,7 +171,7 @@ class Gateway:
     async def _refuse_late(self, plan: Plan, answer: Answer, waited_ms: Millis) -> None:
         refusal = errors.DeadlineInfeasible(
             f"The deadline of {plan.deadline_ms} ms passed before the request could be admitted.",
-            members={"predicted_ms": waited_ms, "deadline_ms": plan.deadline_ms},
+            members={"field": "deadline_ms", "accepted": f"above {waited_ms}", "deadline_ms": plan.deadline_ms},
         )
         self.count_refusal(refusal)
         await answer.refuse(refusal, await self.standing(plan.principal, plan.alias.name), None)

@@ -1,27 +1,34 @@
 """From a parsed request to what is asked of the coordinator: revision pinned, input counted, output bounded, deadline set.
 
 Refuses what can never work (400) before anything is asked. Counting goes to a ready replica of the revision and is bounded in
-time; where none can say, the upper bound is held and the engine decides.
+time; where none can say, the upper bound is held and the engine decides. Of a prompt, the coordinator gets keyed digests only.
 """
 
 import hashlib
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 
 from weir import errors
 from weir.core.metering import InputBasis, upper_bound_of_input
 from weir.core.registry.model import Alias, EngineKind, Revision, WorkloadClass, workload_class_of
-from weir.core.request import InferenceRequest
+from weir.core.request import InferenceRequest, Message
+from weir.core.routing.prefixes import MARKS_END_BYTES, marks_within
 from weir.core.tenancy import Principal
 from weir.gateway.inbox import Inbox
 from weir.messages import Acquire
 from weir.ports import Engine
-from weir.units import Millis, Nanos, Tokens, ms_from_ns
+from weir.units import Bytes, Millis, Nanos, Tokens, ms_from_ns
 
 EngineFor = Callable[[EngineKind], Engine]
+
+MARK_DIGEST_BYTES: Bytes = 12
+"""Keyed, so that nobody can aim at a collision; a false one among a million misplaces one request."""
+_SEPARATOR = b"\xff"  # in no UTF-8 text
+_PIECE_CHARS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,7 @@ class Planner:
                 "This model completes plain text and takes no conversation.",
                 members={"field": "input", "accepted": "a string"},
             )
-        counted = await self._count(revision, request)
+        counted = await self._count(principal.tenant, revision, request)
         basis = InputBasis.UPPER_BOUND if counted is None else InputBasis.EXACT
         input_tokens = upper_bound_of_input(request.prompt_bytes, request.turns) if counted is None else counted
         workload = workload_class_of(snapshot.workload_classes, principal.service_class, input_tokens)
@@ -66,8 +73,8 @@ class Planner:
         deadline_ms = request.deadline_ms or workload.default_deadline_ms
         return Plan(principal, request, alias, revision, workload, input_tokens, basis, max_output, deadline_ms)
 
-    async def _count(self, revision: Revision, request: InferenceRequest) -> Tokens | None:
-        replica = self._inbox.ready_replica(revision.id)
+    async def _count(self, tenant: str, revision: Revision, request: InferenceRequest) -> Tokens | None:
+        replica = self._inbox.counting_replica(revision.id, tenant)
         if replica is None:
             return None
         return await self._engine_for(revision.engine).count_input(replica, request.prompt, revision.chat)
@@ -76,6 +83,23 @@ class Planner:
         """What keeps this tenant's prefix cache apart from every other's on engines with salted caches."""
         scope = msgspec.json.encode((plan.principal.tenant, plan.revision.id))
         return _keyed(self._salt_state, scope).hex()
+
+    def prefix(self, plan: Plan) -> tuple[bytes, ...]:
+        """Digests of the prompt's beginnings at its marks, this tenant's and revision's own; empty where none is of use."""
+        if not self._inbox.has_choice(plan.revision.id):
+            return ()
+        beginning = _beginning(plan.request.prompt)
+        marks = marks_within(len(beginning))
+        if not marks:
+            return ()
+        scope = msgspec.json.encode(("prefix", plan.principal.tenant, plan.revision.id))
+        state = hashlib.blake2b(digest_size=MARK_DIGEST_BYTES, key=_keyed(self._salt_state, scope))
+        digests = []
+        with memoryview(beginning) as view:
+            for start, end in pairwise((0, *marks)):
+                state.update(view[start:end])
+                digests.append(state.digest())
+        return tuple(digests)
 
     def digest(self, plan: Plan) -> bytes:
         """Keyed digest of the request after defaults, without request id, stream and deadline."""
@@ -89,6 +113,24 @@ def _keyed(state: hmac.HMAC, message: bytes) -> bytes:
     copy = state.copy()
     copy.update(message)
     return copy.digest()
+
+
+def _beginning(prompt: str | tuple[Message, ...]) -> bytearray:
+    """The prompt as it is digested, to the last mark and little further; what is appended to a prompt changes nothing of it."""
+    beginning = bytearray()
+    for piece in _pieces((Message("user", prompt),) if isinstance(prompt, str) else prompt):
+        beginning += piece
+        if len(beginning) >= MARKS_END_BYTES:
+            break
+    return beginning
+
+
+def _pieces(turns: tuple[Message, ...]) -> Iterator[bytes]:
+    """Roles and texts, divided, in pieces of bounded size; nothing follows the last text, so that it may grow."""
+    for number, turn in enumerate(turns):
+        yield (_SEPARATOR if number else b"") + turn.role.encode() + _SEPARATOR
+        for start in range(0, len(turn.content), _PIECE_CHARS):
+            yield turn.content[start : start + _PIECE_CHARS].encode()
 
 
 def _max_output(request: InferenceRequest, alias: Alias, revision: Revision, counted: Tokens | None) -> Tokens:
@@ -120,7 +162,7 @@ class Ids:
     generation_id: str
 
 
-def acquire_of(plan: Plan, ids: Ids, digest: bytes, surface: str, waited_ns: Nanos) -> Acquire:
+def acquire_of(plan: Plan, ids: Ids, digest: bytes, prefix: tuple[bytes, ...], surface: str, waited_ns: Nanos) -> Acquire:
     """The message that asks for a grant. waited_ns: since the request was read, less than its deadline."""
     principal, request = plan.principal, plan.request
     return Acquire(
@@ -146,4 +188,5 @@ def acquire_of(plan: Plan, ids: Ids, digest: bytes, surface: str, waited_ns: Nan
         deadline_left_ms=plan.deadline_ms - ms_from_ns(waited_ns),
         waited_ns=waited_ns,
         session_key=request.session,
+        prefix=prefix,
     )

@@ -244,9 +244,12 @@ class Relay:
             return
         now_ns = self._parts.clock.monotonic_ns()
         attempt = self._attempt
+        had_output = attempt.stream.arrived > 0
         texts = attempt.stream.arrive(deltas, now_ns)
         attempt.counted = deltas[-1].tokens is not None
         if not self._streamed:
+            if not had_output and attempt.stream.arrived:
+                self._parts.link.send(Progress(self.ref, attempt.number, has_output=True))
             self._bound_whole_answer()
             return
         if texts:

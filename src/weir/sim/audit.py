@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from weir.core.endings import FinishReason, Status
 from weir.core.ledger.records import ExecutionId, ReleaseRecord, SettleRecord
 from weir.core.metering import Basis, Price
-from weir.core.tenancy import Limits, Scope
-from weir.engines.simulated_text import count_prompt_tokens
+from weir.core.tenancy import Limits, Scope, ServiceClass
+from weir.engines.simulated_text import BYTES_PER_TOKEN, TURN_TOKENS, count_prompt_tokens
 from weir.messages import GenerationRecord
 from weir.ports import Recovery, UsageRow
 from weir.sim.checks import Checker, Seen
 from weir.sim.clients import SimAnswer, SimClient
 from weir.sim.payers import PAYS_NOTHING, cost_of, paid_tokens
-from weir.units import NANOS_PER_MINUTE, Nanos, Tokens, ceil_div
+from weir.units import NANOS_PER_MINUTE, Nanos, Tokens, ceil_div, ns_from_ms
 
 _UNANSWERED = {FinishReason.DISCONNECT, FinishReason.SLOW_CLIENT}
+_TEMPLATE_BYTES = TURN_TOKENS * BYTES_PER_TOKEN
+"""Before the text of a prompt."""
 
 
 @dataclass(slots=True)
@@ -56,7 +58,7 @@ def audit(evidence: Evidence) -> None:
     checker.catch_up()
     durable = checker.durable
     assert set(durable.ends) == set(durable.holds), f"left open: {set(durable.holds) - set(durable.ends)}"
-    assert checker.lanes_taken == 0, "lanes are taken and nothing runs"
+    checker.places.check_rest()
     for exchange in evidence.exchanges:
         _check_exchange(evidence, exchange)
     for seen in checker.seen.values():
@@ -65,6 +67,10 @@ def audit(evidence: Evidence) -> None:
         if isinstance(end, SettleRecord):
             _check_amounts(evidence, name, end)
     _check_lookups(evidence)
+    for queue in checker.queues:
+        _check_queue(checker, queue)
+    for retried, at_ns in checker.retries:
+        _check_retry_budget(checker, retried, at_ns)
     if evidence.takes_are_dated:
         _check_buckets(checker)
 
@@ -130,21 +136,24 @@ def _check_amounts(evidence: Evidence, name: ExecutionId, end: SettleRecord) -> 
     """The table of endings, computed again."""
     hold = evidence.checker.durable.holds[name]
     price, reason = evidence.prices[hold.price_version], end.finish_reason.value
-    used = cost_of(price, end.input_tokens, end.output_tokens)
+    used = cost_of(price, end.input_tokens, end.cached_input_tokens, end.output_tokens)
     failed = evidence.checker.seen[hold.generation_id].failed
     if failed is not None and end.attempt == 2 and end.basis is not Basis.UNCERTAIN:
         assert failed.usage is not None
-        used += cost_of(price, failed.usage.input_tokens, failed.usage.output_tokens)
+        lost = failed.usage
+        used += cost_of(price, lost.input_tokens, lost.cached_input_tokens, lost.output_tokens)
     elif end.attempt == 2:  # of the attempt that was lost only what was booked for it is known
         booked = [step.delivered_max for step in evidence.checker.durable.steps[name] if step.attempt == 1]
-        used += cost_of(price, end.input_tokens, max(booked))
+        used += cost_of(price, end.input_tokens, 0, max(booked))
     # What ended while it waited for its second attempt is charged nothing: all that was used is the platform's.
     was_waiting = failed is not None and end.attempt == 1
     input_paid, output_paid = paid_tokens(
         reason, end.input_tokens, end.output_tokens, end.delivered_tokens, was_waiting=was_waiting
     )
-    cost = cost_of(price, input_paid, output_paid)
-    assert (end.tenant_input_tokens, end.tenant_output_tokens, end.cost_microusd) == (input_paid, output_paid, cost), end
+    cached_paid = min(end.cached_input_tokens, input_paid)
+    cost = cost_of(price, input_paid, cached_paid, output_paid)
+    paid = end.tenant_input_tokens, end.tenant_cached_input_tokens, end.tenant_output_tokens, end.cost_microusd
+    assert paid == (input_paid, cached_paid, output_paid, cost), end
     assert end.cost_microusd + end.platform_microusd == used and end.cost_microusd <= hold.held_microusd
     assert end.delivered_tokens <= end.output_tokens <= hold.max_output_tokens * hold.choices
 
@@ -155,8 +164,18 @@ def _check_truth(evidence: Evidence, prompt: str, end: SettleRecord) -> None:
         return
     emitted = evidence.emitted.get(prompt, 0)
     assert end.output_tokens <= emitted
+    _check_cached(evidence.checker, prompt, end)
     if end.status is Status.COMPLETED:
         assert end.output_tokens == emitted and end.input_tokens == count_prompt_tokens(prompt, chat=True)
+
+
+def _check_cached(checker: Checker, prompt: str, end: SettleRecord) -> None:
+    """What was found in a cache began another prompt of the same tenant, or this one was sent twice."""
+    beginning = prompt[: end.cached_input_tokens * BYTES_PER_TOKEN - _TEMPLATE_BYTES]
+    if not end.cached_input_tokens:
+        return
+    own = [sent for sent in checker.prompts.values() if checker.ids[sent][0] == end.id.tenant]
+    assert sum(sent.startswith(beginning) for sent in own) > 1, f"{end.id} found what its tenant never sent before"
 
 
 def _check_lookups(evidence: Evidence) -> None:
@@ -182,6 +201,40 @@ def _check_lookups(evidence: Evidence) -> None:
             end_or_none = durable.ends.get(seen.id)
             if isinstance(end_or_none, SettleRecord):
                 _check_truth(evidence, evidence.checker.prompts[exchange.answer.name], end_or_none)
+
+
+def _domain_of(checker: Checker, seen: Seen) -> tuple[str, ServiceClass] | None:
+    """Where it waited: its pool and class; None if its hold was lost with its process."""
+    name = seen.id
+    if not checker.durable.is_of(name, seen.acquire.generation_id):
+        return None
+    hold = checker.durable.holds[name]
+    assert hold.pool in seen.reach.pools and hold.service_class is seen.acquire.service_class
+    return hold.pool, hold.service_class
+
+
+def _check_queue(checker: Checker, queue: Sequence[Seen]) -> None:
+    """At an admission: the queue that it joined is within its bounds."""
+    domain, config = _domain_of(checker, queue[-1]), checker.config
+    beside = [seen.acquire for seen in queue if domain is not None and _domain_of(checker, seen) == domain]
+    tenant = queue[-1].acquire.tenant
+    entries, size = len(beside), sum(asked.input_bytes for asked in beside)
+    assert entries <= config.queue_entries and size <= config.queue_bytes, f"{entries} wait in {domain}, {size} bytes"
+    assert sum(asked.tenant == tenant for asked in beside) <= config.queue_entries_per_tenant, f"too many of {tenant} wait"
+
+
+def _check_retry_budget(checker: Checker, retried: Seen, at_ns: Nanos) -> None:
+    """Within the window before a retry, its domain had no more of them than its budget. What was lost may have been its own."""
+    domain, config = _domain_of(checker, retried), checker.config
+    if domain is None:
+        return
+    since_ns = at_ns - ns_from_ms(config.retry_window_ms)
+    beside = [seen for seen in checker.seen.values() if seen.process == retried.process]
+    recent = [seen for seen in beside if since_ns <= seen.admitted_ns <= at_ns]
+    admitted = sum(_domain_of(checker, seen) in (domain, None) for seen in recent)
+    again = [seen for seen, other_ns in checker.retries if since_ns < other_ns <= at_ns and seen.process == retried.process]
+    retries = sum(_domain_of(checker, seen) == domain for seen in again)
+    assert retries <= max(config.retries_min, admitted * config.retry_percent // 100), "the retry budget is overspent"
 
 
 def _check_buckets(checker: Checker) -> None:

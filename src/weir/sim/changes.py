@@ -1,8 +1,9 @@
-"""What administrators and operators change while requests run: limits, time zones, prices, revocations, the wall clock.
+"""What administrators and operators change while requests run: limits, weights, zones, prices, revocations, the wall clock.
 
 Everything is drawn from a seed and put in force through the world; nothing here knows what the platform decides.
 """
 
+import asyncio
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from random import Random
@@ -28,6 +29,7 @@ _EVES = ("2026-02-28", "2026-03-07", "2026-03-28", "2026-03-31", "2026-06-15", "
 """Days before a month begins, before clocks change, or before nothing."""
 _STEPS_MS = (-3 * 86_400_000, -86_400_000, -3_600_000, -300_000, -500, 700, 7_200_000, 86_400_000, 40 * 86_400_000)
 _ZONE_CHANGES_MAX = 16
+_WEIGHT_MAX = 8
 
 _AMOUNTS: dict[str, tuple[int, ...]] = {
     "requests_per_minute": (4, 10, 40),
@@ -45,6 +47,11 @@ def wall_start_of(random: Random, zones: list[str]) -> Millis:
     """A moment close to a midnight of one of these zones, mostly one that matters."""
     noon = datetime.fromisoformat(f"{random.choice(_EVES)}T12:00").replace(tzinfo=UTC)
     return end_ms(DAY, round(noon.timestamp() * 1000), random.choice(zones)) - random.randint(-5_000, 40_000)
+
+
+def weight_of(random: Random) -> int:
+    """A tenant's weight, every other time that of a tenant for which none was set."""
+    return random.choice([1, random.randint(1, _WEIGHT_MAX)])
 
 
 def limits_of(random: Random, tenants: int) -> dict[Scope, Limits]:
@@ -109,13 +116,32 @@ async def change_time_zone(world: World, random: Random) -> None:
         world.change(tenants={**tenants, tenant.name: replace(tenant, time_zone=zone, former_time_zones=former)})
 
 
+async def change_weights(world: World, random: Random) -> None:
+    """Every tenant gets another share of busy pools, again and again for some seconds, so that it happens while they wait."""
+    for _ in range(random.randint(1, 40)):
+        tenants = world.snapshot.tenants
+        world.change(tenants={name: replace(tenant, weight=weight_of(random)) for name, tenant in tenants.items()})
+        await asyncio.sleep(random.uniform(0, 0.4))
+
+
+async def change_reach(world: World, random: Random) -> None:
+    """Tenants may leave their pools, or not any more; what was admitted stays where it is."""
+    for _ in range(random.randint(1, 6)):
+        tenants = world.snapshot.tenants
+        name = random.choice(list(tenants))
+        moved = replace(tenants[name], leaves_its_pools=not tenants[name].leaves_its_pools)
+        world.change(tenants={**tenants, name: moved})
+        await asyncio.sleep(random.uniform(0, 2))
+
+
 async def change_price(world: World, random: Random) -> None:
-    """The next version of the price schedule: dearer, cheaper, or free."""
+    """The next version of the price schedule: dearer, cheaper, or free, and cached input at any price."""
     revision = world.snapshot.revisions[REVISION.id]
     price = replace(
         revision.price,
         version=revision.price.version + 1,
         input_microusd=random.choice([0, 1, 200_000, 3_000_000]),
+        cached_input_microusd=random.choice([0, 50_000, 200_000]),
         output_microusd=random.choice([0, 600_000, 5_000_000]),
     )
     prices = {**world.snapshot.prices, (revision.id, price.version): price}

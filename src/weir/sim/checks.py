@@ -13,6 +13,7 @@ from typing import Protocol
 from weir.config import CoordinatorConfig
 from weir.core.endings import FinishReason, Status
 from weir.core.ledger.records import EndRecord, ExecutionId, HoldRecord, LedgerRecord, SettleRecord, StepRecord
+from weir.core.registry.model import Pool
 from weir.core.registry.snapshot import Snapshot
 from weir.engines.simulated_text import ReplyBounds, Script, natural_output_tokens, script
 from weir.errors import WeirError
@@ -37,6 +38,7 @@ from weir.messages import (
 )
 from weir.ports import Clock, EngineCall
 from weir.sim.clients import SimAnswer
+from weir.sim.places import Places, Reach
 from weir.sim.tally import Counted, Tally
 from weir.units import Nanos, Tokens, ns_from_ms
 
@@ -50,14 +52,17 @@ class Records(Protocol):
 
 @dataclass(slots=True)
 class Seen:
-    """An admitted execution as the wire showed it. lanes: (replica, lane) by attempt while taken; handed: tokens that its
-    client got; waits_since_ns: admitted, or queued again; failed: the report of a first attempt that might be retried.
+    """An admitted execution as the wire showed it. process: which one admitted it; lanes: (replica, lane) by attempt while
+    taken; handed: tokens that its client got; waits_since_ns: admitted, or queued again; failed: the report of a first attempt
+    that might be retried.
     """
 
     acquire: Acquire
     id: ExecutionId
     acquired_ns: Nanos
     counted: Counted
+    reach: Reach
+    process: int
     admitted_ns: Nanos
     waits_since_ns: Nanos
     is_queued: bool = True
@@ -119,22 +124,26 @@ class Durable:
 
 
 class Checker:
-    """The witness of one world. prompts: by the exchange's name; ids: tenant and request id by prompt; seen: by generation."""
+    """The witness of one world. prompts: by the exchange's name; ids: tenant and request id by prompt; seen: by generation.
 
-    def __init__(self, clock: Clock, ledger: Records, config: CoordinatorConfig, concurrency: int) -> None:
+    queues: who waited after each admission; retries: of granted second attempts, and since when they waited.
+    """
+
+    def __init__(self, clock: Clock, ledger: Records, config: CoordinatorConfig, pools: Sequence[Pool]) -> None:
         self._clock = clock
         self._ledger = ledger
-        self._config = config
-        self._concurrency = concurrency
+        self._process = 0
         self._read = 0
         self._trace = hashlib.sha256()
         self._acquired: dict[int, tuple[Acquire, Nanos]] = {}
         self._by_ref: dict[int, Seen] = {}
-        self._lanes: dict[str, set[int]] = {}
         self._with_output: set[str] = set()
-        self._retried_ns: list[Nanos] = []
         self._freed: set[tuple[str, str]] = set()
+        self.config = config
         self.tally = Tally(clock)
+        self.places = Places(pools, config)
+        self.queues: list[list[Seen]] = []
+        self.retries: list[tuple[Seen, Nanos]] = []
         self.prompts: dict[str, str] = {}
         self.ids: dict[str, tuple[str, str]] = {}
         self.seen: dict[str, Seen] = {}
@@ -179,8 +188,9 @@ class Checker:
     def cell_started(self, snapshot: Snapshot) -> None:
         """A coordinator begins with this configuration on what is durable: nothing is open."""
         self.catch_up()
-        self._retried_ns = []
+        self._process += 1
         assert set(self.durable.ends) == set(self.durable.holds), "a hold is left open by recovery"
+        self.places.begin(snapshot)
         self.tally.begin(snapshot, [(hold, self.durable.ends[name]) for name, hold in self.durable.holds.items()])
 
     def cell_died(self) -> None:
@@ -188,16 +198,8 @@ class Checker:
         self.note("died")
         for seen in self._by_ref.values():
             seen.lost = not seen.booked
-        self._acquired, self._by_ref, self._lanes = {}, {}, {}
-
-    def replica_gone(self, replica: str) -> None:
-        """A replica's process is gone, and its lanes with it."""
-        self._lanes.pop(replica, None)
-
-    @property
-    def lanes_taken(self) -> int:
-        """Lanes between a grant and a confirmed stop."""
-        return sum(map(len, self._lanes.values()))
+        self._acquired, self._by_ref = {}, {}
+        self.places.die()
 
     # ── the wire ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -205,9 +207,13 @@ class Checker:
         """A message passes."""
         if not isinstance(message, Snapshot | FleetView):
             self.note(repr(message))
+        if isinstance(message, Progress | Finish | Stopped):
+            self.places.compare()  # before it takes effect
         rule = self._rules.get(type(message))
         if rule is not None:
             rule(message)
+        if isinstance(message, Granted):
+            self.places.compare()
 
     def heard_of_stale(self, message: Up | Down) -> None:
         """A message of a process that is not the writer any more: nothing of it is booked."""
@@ -216,6 +222,7 @@ class Checker:
 
     def _on_snapshot(self, snapshot: Snapshot) -> None:
         self.tally.publish(snapshot)
+        self.places.publish(snapshot)
 
     def _on_acquire(self, acquire: Acquire) -> None:
         self._acquired[acquire.ref] = (acquire, self._clock.monotonic_ns())
@@ -223,6 +230,7 @@ class Checker:
     def _on_rejected(self, rejected: Rejected) -> None:
         acquire, _ = self._acquired.pop(rejected.ref)
         self.tally.refuse(acquire, rejected)
+        self.places.refuse(acquire, rejected)
         self.rejections.append(rejected.code)
 
     def _on_admitted(self, admitted: Admitted) -> None:
@@ -230,11 +238,12 @@ class Checker:
         name = ExecutionId(acquire.tenant, acquire.request_id, admitted.execution)
         self._check_repeat(name)
         now_ns = self._clock.monotonic_ns()
-        seen = Seen(acquire, name, acquired_ns, self.tally.admit(name, acquire), now_ns, now_ns)
+        counted, reach = self.tally.admit(name, acquire), self.places.admit(acquire)
+        seen = Seen(acquire, name, acquired_ns, counted, reach, self._process, now_ns, now_ns)
         assert acquire.generation_id not in self.seen
         assert now_ns < self._deadline_ns(seen), f"{name} was admitted after its deadline"
         self.seen[acquire.generation_id] = self._by_ref[admitted.ref] = seen
-        self._check_queue(acquire.tenant)
+        self.queues.append([other for other in self._by_ref.values() if other.is_queued])
 
     def _check_repeat(self, name: ExecutionId) -> None:
         """An id runs again only if its latest end delivered and cost nothing, or is older than ids are kept."""
@@ -245,19 +254,12 @@ class Checker:
         end = self.durable.ends.get(before)
         running = [seen for seen in self._by_ref.values() if seen.id == before]
         assert all(seen.end is not None for seen in running), f"{name} runs beside {before}"
-        if end is None or self._clock.wall_ms() - end.at_ms > self._config.request_id_ms:
+        if end is None or self._clock.wall_ms() - end.at_ms > self.config.request_id_ms:
             assert end is not None or running, f"{name} follows an execution that is not known"
             self._freed.add((name.tenant, name.request_id))
         elif isinstance(end, SettleRecord):
             free = end.status is not Status.COMPLETED and not (end.delivered_tokens or end.cost_microusd)
             assert free, f"{name} runs again after it delivered or was charged"
-
-    def _check_queue(self, tenant: str) -> None:
-        queued = [seen.acquire for seen in self._by_ref.values() if seen.is_queued]
-        config = self._config
-        assert len(queued) <= config.queue_entries
-        assert sum(acquire.input_bytes for acquire in queued) <= config.queue_bytes
-        assert sum(acquire.tenant == tenant for acquire in queued) <= config.queue_entries_per_tenant
 
     def _deadline_ns(self, seen: Seen) -> Nanos:
         return seen.acquired_ns + ns_from_ms(seen.acquire.deadline_left_ms)
@@ -267,33 +269,30 @@ class Checker:
         assert seen.is_queued and seen.end is None, f"{seen.id} is granted and was not waiting"
         assert not seen.had_output, f"{seen.id} is dispatched again after output"
         assert now_ns < self._deadline_ns(seen), f"{seen.id} is dispatched past its deadline"
-        assert now_ns - seen.waits_since_ns <= ns_from_ms(self._config.queue_wait_ms), f"{seen.id} waited too long"
+        assert now_ns - seen.waits_since_ns <= ns_from_ms(self.config.queue_wait_ms), f"{seen.id} waited too long"
         seen.is_queued = False
         seen.attempts += 1
         assert seen.attempts == granted.attempt <= 2
         if granted.attempt == 2:
             self._check_retry(seen, granted.replica.name)
         seen.replica = granted.replica.name
-        lanes = self._lanes.setdefault(granted.replica.name, set())
-        assert granted.lane not in lanes and len(lanes) < self._concurrency, f"{granted.replica.name} is overbooked"
-        lanes.add(granted.lane)
+        self.places.grant(seen.acquire, seen.reach, granted)
         seen.lanes[granted.attempt] = (granted.replica.name, granted.lane)
 
     def _check_retry(self, seen: Seen, replica: str) -> None:
-        """Only after a failure of ours, elsewhere, and within the pool's budget for every window."""
+        """Only after a failure of ours, and elsewhere."""
         assert seen.failed is not None and seen.failed.attempt == 1, f"{seen.id} is retried and had not failed"
         assert seen.replica != replica, f"{seen.id} is retried where it failed"
-        at_ns, config = seen.waits_since_ns, self._config
-        since_ns = at_ns - ns_from_ms(config.retry_window_ms)
-        self._retried_ns.append(at_ns)
-        retried = sum(since_ns < other_ns <= at_ns for other_ns in self._retried_ns)
-        admitted = sum(since_ns <= other.admitted_ns <= at_ns for other in self.seen.values())
-        assert retried <= max(config.retries_min, admitted * config.retry_percent // 100), "the retry budget is overspent"
+        self.retries.append((seen, seen.waits_since_ns))
 
     def _on_progress(self, progress: Progress) -> None:
         seen = self._by_ref.get(progress.ref)
-        if seen is not None and progress.first_output:
+        if seen is None:
+            return
+        if progress.first_output:
             seen.had_output = True
+        if seen.end is None and not seen.is_queued and progress.attempt == seen.attempts and progress.attempt in seen.lanes:
+            self.places.progress(*seen.lanes[progress.attempt], progress)
 
     def _on_finish(self, finish: Finish) -> None:
         """A failure of a first attempt without output may be followed by another grant; until it ends, it waits."""
@@ -307,14 +306,14 @@ class Checker:
     def _on_stopped(self, stopped: Stopped) -> None:
         seen = self._by_ref.get(stopped.ref)
         if seen is not None and stopped.confirmed and stopped.attempt in seen.lanes:
-            replica, lane = seen.lanes.pop(stopped.attempt)
-            self._lanes.get(replica, set()).discard(lane)
+            self.places.free(*seen.lanes.pop(stopped.attempt))
 
     def _on_ended(self, ended: Ended) -> None:
         seen = self._by_ref[ended.ref]
         assert seen.end is None, f"{seen.id} ended twice"
         assert ended.record.status not in (Status.QUEUED, Status.RUNNING)
         seen.end, seen.is_queued = ended.record, False
+        self.places.end(seen.acquire, ended)
         self.tally.end(seen.counted, ended.record, seen.handed, was_waiting=seen.was_waiting)
 
     def _on_unbooked(self, unbooked: EndUnbooked) -> None:
@@ -344,6 +343,7 @@ class Checker:
         """An engine is about to run a prompt; prompts name requests here."""
         self.note(f"start {call.replica.name} {call.lane}")
         assert isinstance(call.prompt, str)
+        self.places.started(call.replica, self.ids[call.prompt][0], call.cache_salt)
         is_free = self.ids.get(call.prompt) in self._freed
         assert is_free or call.prompt not in self._with_output, "an engine runs a request again whose client got output"
 

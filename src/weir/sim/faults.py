@@ -6,7 +6,7 @@ The scenario chooses moments, the world wires these in place of the plain parts.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -165,14 +165,16 @@ FaultPlan = Callable[[EngineCall], tuple[Tokens, WeirError] | None]
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """How replicas are reached. idle_ms: silence that counts as stalled. burst: tokens that arrive in one read.
+    """How replicas are reached. idle_ms: silence that counts as stalled. burst: tokens that arrive in one read. counts_tokens:
+    whether a count is ever answered.
 
-    concurrency: what a replica may hold at once, asserted against what its batch really holds.
+    concurrency: what a replica of each pool may hold at once, asserted against what its batch really holds.
     """
 
-    concurrency: int
+    concurrency: Mapping[str, int]
     idle_ms: Millis = 5_000
     burst: int = 1
+    counts_tokens: bool = True
 
 
 class FaultyEngine:
@@ -192,7 +194,7 @@ class FaultyEngine:
         """Begin a generation."""
         load = self.inner.load(call.replica.name)
         held = load.running + load.waiting
-        assert held < self._traits.concurrency, f"{call.replica.name} holds {held} runs and is given another"
+        assert held < self._traits.concurrency[call.replica.pool], f"{call.replica.name} holds {held} runs and is given another"
         self.on_start(call)
         assert isinstance(call.prompt, str)
         truth = CallTruth(call.prompt, call.replica.name)
@@ -202,8 +204,8 @@ class FaultyEngine:
         return watched
 
     async def count_input(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
-        """As the engine."""
-        return await self.inner.count_input(replica, prompt, chat)
+        """As the engine, unless nothing is counted."""
+        return await self.inner.count_input(replica, prompt, chat) if self._traits.counts_tokens else None
 
     async def probe(self, replica: ReplicaAddress) -> ReplicaAddress:
         """As the engine."""

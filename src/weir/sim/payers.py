@@ -34,6 +34,8 @@ def paid_tokens(
     return (input_tokens, output) if pays else (0, 0)
 
 
-def cost_of(price: Price, input_tokens: Tokens, output_tokens: Tokens) -> MicroDollars:
-    """What tokens cost, rounded up once; nothing is cached in simulated worlds."""
-    return ceil_div(input_tokens * price.input_microusd + output_tokens * price.output_microusd, MILLION)
+def cost_of(price: Price, input_tokens: Tokens, cached_tokens: Tokens, output_tokens: Tokens) -> MicroDollars:
+    """What tokens cost, rounded up once. cached_tokens: of the input, at their own price, as far as it is paid at all."""
+    cached = min(cached_tokens, input_tokens)
+    input_cost = (input_tokens - cached) * price.input_microusd + cached * price.cached_input_microusd
+    return ceil_div(input_cost + output_tokens * price.output_microusd, MILLION)

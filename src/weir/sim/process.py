@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weir import errors
 from weir.coordinator.coordinator import Coordinator, CoordinatorParts
 from weir.coordinator.execution_table import ExecutionTable
-from weir.coordinator.fleet import Fleet
+from weir.coordinator.fleet import Adapting, Fleet
 from weir.coordinator.recovery import Recovered
 from weir.coordinator.rejections import RejectionCounter
 from weir.core.registry.snapshot import Snapshot
@@ -40,13 +40,13 @@ class Cell:
         store.refused = self.die
         self.book = recovered.book
         self.journal = recovered.journal
-        self.fleet = Fleet(clock)
+        config = spec.coordinator
+        self.fleet = Fleet(clock, Adapting(least_percent=config.concurrency_min_percent))
         self.inbox = Inbox()
         self.engine = world.make_engine(serial)
         self.conversations: dict[asyncio.Task[None], Exchange] = {}
         self.services: list[asyncio.Task[None]] = []
         self.is_stale = False
-        config = spec.coordinator
         self.executions = ExecutionTable(store, config.remembered_executions, config.request_id_ms, config.store_wait_ms)
         parts = CoordinatorParts(
             clock=clock,
@@ -66,9 +66,14 @@ class Cell:
         self.wire = Wire(self.inbox, world.checker.heard, echoes)
         self.wire.link = self.coordinator.connect(Register(f"gateway-{serial}"), self.wire)
         self.gateway.connect(self.wire, lambda kind: self.engine, config.delivery_step_tokens, config.store_wait_ms)
-        pool = next(iter(snapshot.pools.values()))
-        plan = PoolPlan(pool.name, snapshot.revisions[pool.revision], spec.replicas, spec.concurrency, spec.restart_ms)
-        self.supervisor = SimSupervisor(self.fleet, self.engine, plan, f"c{serial}", world.checker.replica_gone)
+        places = world.checker.places
+        places.fleet = self.fleet
+        revisions = snapshot.revisions
+        plans = [
+            PoolPlan(pool, revisions[pool.revision], spec.restart_ms, spec.pace, spec.prefix_cache)
+            for pool in snapshot.pools.values()
+        ]
+        self.supervisor = SimSupervisor(self.fleet, self.engine, plans, f"c{serial}", places)
 
     def run_in(self, tasks: asyncio.TaskGroup) -> None:
         """Start its loops."""

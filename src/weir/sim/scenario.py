@@ -4,31 +4,38 @@ It chooses and orders; it asserts nothing, which is the checkers' part. Every du
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from random import Random
 
 from weir import errors
 from weir.config import CoordinatorConfig, GatewayConfig
+from weir.core.registry.model import Pool
+from weir.core.tenancy import ServiceClass
 from weir.errors import WeirError
+from weir.messages import ReplicaPace
 from weir.ports import EngineCall
 from weir.sim.changes import (
     ZONES,
     change_all_limits,
     change_one_limit,
     change_price,
+    change_reach,
     change_time_zone,
+    change_weights,
     limits_of,
     revoke,
     step_wall_clock,
     wall_start_of,
+    weight_of,
 )
 from weir.sim.clients import PATIENT, Habits
 from weir.sim.random_source import seeded_random
-from weir.sim.world import ALIAS, BRIEF, CALLERS, Order, Spec, World, play
+from weir.sim.world import ALIAS, BATCH_CALLER, BRIEF, CALLERS, POOL, REVISION, Order, Spec, World, play, tenant_name
 from weir.units import Tokens
 
 TENANTS = 3
+BOTH = tuple(ServiceClass)
 SPAN_S = 30.0
 
 Fault = Callable[[World, Random], Awaitable[None]]
@@ -51,6 +58,8 @@ def spec_of(seed: int) -> Spec:
         delivery_step_tokens=random.choice([4, 16, 256]),
         remembered_executions=random.choice([40, 500]),
         retries_min=random.choice([0, 1, 3, 20]),
+        batch_share_percent=random.choice([1, 10, 60]),
+        concurrency_min_percent=random.choice([25, 100]),
         request_id_ms=random.choice([86_400_000, 100 * 86_400_000]),
     )
     zones = random.choices(ZONES, k=TENANTS)
@@ -61,20 +70,56 @@ def spec_of(seed: int) -> Spec:
         early_headers_ms=random.choice([300, 2_000]),
     )
     return Spec(
-        replicas=random.randint(1, 3),
-        concurrency=random.randint(1, 4),
-        slowness=random.choice([2.0, 10.0, 25.0]),
+        pools=pools_of(random),
+        kv_tokens=random.choice([None, 320, 480, 1_600]),
+        pace=pace_of(random),
+        prefix_cache=random.random() < 0.5,
+        counts_tokens=random.random() < 0.8,
+        slowness=random.choice([2.0, 10.0, 25.0, 40.0]),
         engine_idle_ms=random.choice([1_000, 5_000]),
         engine_stop_ms=random.choice([500, 3_000]),
         engine_burst=random.choice([1, 1, 4, 40]),
         tenants=TENANTS,
         time_zones=zones,
+        weights=[weight_of(random) for _ in range(TENANTS)],
+        leavers=[number for number in range(TENANTS) if random.random() < 0.3],
         wall_start_ms=wall_start_of(random, zones),
-        limits=limits_of(random, TENANTS),
+        limits=limits_of(random, TENANTS) if random.random() < 0.7 else {},
         echoes=random.choice([0.0, 0.3]),
         coordinator=coordinator,
         gateway=gateway,
     )
+
+
+def pools_of(random: Random) -> list[Pool]:
+    """The revision's pools: a shared one that takes nearly everything, and up to two that are for less, or for one tenant."""
+    first = Pool(
+        POOL,
+        REVISION.id,
+        random.randint(1, 3),
+        random.choice([1, 2, 3, 4, 8]),
+        service_classes=random.choice([BOTH, BOTH, BOTH, (ServiceClass.INTERACTIVE,)]),
+        input_tokens_max=random.choice([None, None, None, 300]),
+    )
+    return [first, *(_further_pool(random, f"{POOL}-{number}") for number in range(random.choice([0, 1, 1, 2])))]
+
+
+def _further_pool(random: Random, name: str) -> Pool:
+    return Pool(
+        name,
+        REVISION.id,
+        random.randint(1, 2),
+        random.randint(1, 4),
+        tenant=random.choice([None, tenant_name(0), tenant_name(0), tenant_name(1)]),
+        service_classes=random.choice([BOTH, BOTH, (ServiceClass.BATCH,), (ServiceClass.INTERACTIVE,)]),
+        input_tokens_max=random.choice([None, None, 14, 100, 600]),
+    )
+
+
+def pace_of(random: Random) -> ReplicaPace | None:
+    """What warm-ups show: nothing, or a pace at which a backlog of prompts soon is too long."""
+    input_ms = random.choice([None, 0.0, 0.25, 2.0])
+    return None if input_ms is None else ReplicaPace(random.choice([5.0, 40.0]), input_ms, random.choice([5.0, 40.0]))
 
 
 async def mixed(world: World) -> None:
@@ -88,21 +133,25 @@ async def mixed(world: World) -> None:
 
 
 async def _arrivals(world: World, random: Random) -> None:
+    """One after the other, or most of them together with others, so that tenants wait for their turns."""
     orders: list[Order] = []
-    total = random.randint(20, 90)
+    topics = random.choice([("",), ("",), ("", *(f"topic {topic} " + "y" * random.randint(0, 2_500) for topic in range(3)))])
+    total, together = random.choice([random.randint(20, 90), 150]), random.choice([0.0, 0.0, 0.9])
     for number in range(total):
-        await asyncio.sleep(random.expovariate(total / SPAN_S))
-        order = _repeat(random, orders) if orders and random.random() < 0.2 else _order(random, number)
+        if random.random() >= together:
+            await asyncio.sleep(random.expovariate((1 - together) * total / SPAN_S))
+        order = _repeat(random, orders) if orders and random.random() < 0.2 else _order(random, number, topics)
         orders.append(order)
         if world.is_accepting:
             world.send(order)
 
 
-def _order(random: Random, number: int) -> Order:
+def _order(random: Random, number: int, topics: Sequence[str]) -> Order:
+    """topics: what prompts begin with."""
     return Order(
-        prompt=f"question {number} " + "x" * random.choice([0, 20, 300]),
+        prompt=f"{random.choice(topics)}question {number} " + "x" * random.choice([0, 20, 300]),
         tenant=random.randrange(TENANTS),
-        caller=random.choice([0, random.randrange(len(CALLERS))]),
+        caller=random.choice([0, random.randrange(len(CALLERS)), BATCH_CALLER]),
         alias=random.choice([ALIAS.name, ALIAS.name, BRIEF.name]),
         request_id=f"order-{number}",
         stream=random.random() < 0.65,
@@ -295,6 +344,10 @@ FAULTS: tuple[Fault, ...] = (
     change_one_limit,
     change_time_zone,
     change_time_zone,
+    change_weights,
+    change_weights,
+    change_reach,
+    change_reach,
     change_price,
     revoke,
 )

@@ -288,7 +288,7 @@ class Tally:
         assert record.finish_reason is not None
         reason, used = record.finish_reason.value, (record.input_tokens, record.output_tokens)
         input_paid, output_paid = paid_tokens(reason, *used, delivered, was_waiting=was_waiting)
-        cost = cost_of(counted.price, input_paid, output_paid)
+        cost = cost_of(counted.price, input_paid, record.cached_input_tokens, output_paid)
         assert record.cost_microusd == cost, f"{counted.owner} costs {record.cost_microusd}, by the table {cost}"
         assert cost <= counted.held_microusd and input_paid + output_paid <= counted.held_tokens
         before, counted.posted = counted.posted, (cost, input_paid + output_paid)

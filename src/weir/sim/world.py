@@ -24,7 +24,7 @@ from weir.core.registry.snapshot import Snapshot
 from weir.core.request import InferenceRequest
 from weir.core.tenancy import ApiKey, Application, Limits, Principal, Scope, ServiceClass, Tenant, digest_of_key, format_key
 from weir.engines.simulated import SimulatedBounds, SimulatedEngine, SimulatedReplica
-from weir.messages import GenerationRecord
+from weir.messages import GenerationRecord, ReplicaPace
 from weir.ports import UsageQuery
 from weir.sim.audit import Evidence, Exchange, audit, audit_balances
 from weir.sim.checks import Checker
@@ -46,31 +46,48 @@ QUIET_S = 400.0
 _POLL_S = 0.25
 _STARTS_MAX = 200
 _STALE_S = 2.0
-CALLERS = (("app", 0), ("app", 1), ("other", 2))
+CALLERS = (("app", 0), ("app", 1), ("other", 2), ("jobs", 3))
 """Each tenant's callers: an application and the number of its key."""
+BATCH_CALLER = 3
+BATCH_APPLICATION = CALLERS[BATCH_CALLER][0]
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
     """What a world is made of. slowness: engine steps take this many times the demo row's two milliseconds.
 
-    time_zones: of the first tenants, the others have UTC. echoes: how often a finish is heard again.
+    replicas and concurrency: of its one pool, where pools names none. kv_tokens: of each engine, None for the row's. pace: what
+    warm-ups show. time_zones: of the first tenants, the others have UTC; weights: likewise, the others have 1; leavers: tenants
+    by number whose work may leave their pools. echoes: how often a finish is heard again. prefix_cache and counts_tokens: of
+    engines, whether they keep what they read, and count inputs before they run.
     """
 
     replicas: int = 1
     concurrency: int = 2
+    pools: Sequence[Pool] = ()
+    kv_tokens: Tokens | None = None
+    pace: ReplicaPace | None = None
     slowness: float = 10.0
     engine_idle_ms: Millis = 5_000
     engine_stop_ms: Millis = 3_000
     engine_burst: int = 1
+    prefix_cache: bool = False
+    counts_tokens: bool = True
     restart_ms: Millis = 2_000
     tenants: int = 2
     time_zones: Sequence[str] = ()
+    weights: Sequence[int] = ()
+    leavers: Sequence[int] = ()
     wall_start_ms: Millis = WALL_START_MS
     limits: Mapping[Scope, Limits] = field(default_factory=dict)
     echoes: float = 0.0
     coordinator: CoordinatorConfig = SMALL_STEPS
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+
+    @property
+    def kept_pools(self) -> Sequence[Pool]:
+        """Its pools."""
+        return self.pools or (Pool(POOL, REVISION.id, self.replicas, self.concurrency),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +120,13 @@ def key_of(number: int, caller: int = 0) -> str:
 
 def principal_of(number: int, caller: int = 0) -> Principal:
     """A caller of a tenant."""
-    return Principal(tenant_name(number), CALLERS[caller][0], key_of(number, caller), ServiceClass.INTERACTIVE)
+    application = application_of(tenant_name(number), CALLERS[caller][0])
+    return Principal(application.tenant, application.name, key_of(number, caller), application.service_class)
+
+
+def application_of(tenant: str, name: str) -> Application:
+    """One of a tenant's applications."""
+    return Application(tenant, name, ServiceClass.BATCH if name == BATCH_APPLICATION else ServiceClass.INTERACTIVE)
 
 
 def first_snapshot(spec: Spec) -> Snapshot:
@@ -115,19 +138,27 @@ def first_snapshot(spec: Spec) -> Snapshot:
             digest = digest_of_key(format_key(key_id, bytes(32)))
             assert digest is not None
             keys[digest] = ApiKey(key_id, tenant_name(number), application, digest)
-    names = [tenant_name(number) for number in range(spec.tenants)]
-    zones = [*spec.time_zones, *["UTC"] * spec.tenants]
+    tenants = _tenants_of(spec)
     return Snapshot(
         version=1,
-        tenants={name: Tenant(name, zone) for name, zone in zip(names, zones, strict=False)},
-        applications={(name, application): Application(name, application) for name in names for application, _ in CALLERS},
+        tenants=tenants,
+        applications={(name, each): application_of(name, each) for name in tenants for each, _ in CALLERS},
         keys=keys,
         aliases={alias.name: alias for alias in (ALIAS, BRIEF)},
         revisions={REVISION.id: REVISION},
-        pools={POOL: Pool(POOL, REVISION.id, spec.replicas, spec.concurrency)},
+        pools={pool.name: pool for pool in spec.kept_pools},
         limits=spec.limits,
         prices={(REVISION.id, REVISION.price.version): REVISION.price},
     )
+
+
+def _tenants_of(spec: Spec) -> dict[str, Tenant]:
+    zones, weights = [*spec.time_zones, *["UTC"] * spec.tenants], [*spec.weights, *[1] * spec.tenants]
+    tenants = [
+        Tenant(tenant_name(number), zones[number], weight=weights[number], leaves_its_pools=number in spec.leavers)
+        for number in range(spec.tenants)
+    ]
+    return {tenant.name: tenant for tenant in tenants}
 
 
 class World:
@@ -141,7 +172,7 @@ class World:
         self.weather = StoreWeather(seeded_random(seed, "store"))
         self.weather.apply_to(self.ledger)
         self.snapshot = first_snapshot(spec)
-        self.checker = Checker(self.clock, self.ledger, spec.coordinator, spec.concurrency)
+        self.checker = Checker(self.clock, self.ledger, spec.coordinator, spec.kept_pools)
         self.checker.tally.first(self.snapshot)
         self.exchanges: list[Exchange] = []
         self._orders: dict[tuple[str, str], None] = {}
@@ -162,10 +193,16 @@ class World:
     def make_engine(self, serial: int) -> FaultyEngine:
         """Fresh engine processes for a cell."""
         spec = self.spec
+        concurrency = {pool.name: pool.concurrency for pool in spec.kept_pools}
         noise = step_noise(seeded_random(self.seed, f"engine-{serial}"))
-        replica = SimulatedReplica(concurrency=spec.concurrency, noise=lambda step_ms: spec.slowness * noise(step_ms))
+        replica = SimulatedReplica(
+            concurrency=max(concurrency.values()),
+            kv_tokens=spec.kv_tokens,
+            noise=lambda step_ms: spec.slowness * noise(step_ms),
+            prefix_cache=spec.prefix_cache,
+        )
         inner = SimulatedEngine(replica, bounds=SimulatedBounds(stop_ms=spec.engine_stop_ms))
-        traits = EngineTraits(spec.concurrency, spec.engine_idle_ms, spec.engine_burst)
+        traits = EngineTraits(concurrency, spec.engine_idle_ms, spec.engine_burst, spec.counts_tokens)
         engine = FaultyEngine(inner, traits, self.checker.engine_started)
         self._engines.append(engine)
         return engine

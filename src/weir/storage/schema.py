@@ -160,6 +160,7 @@ TENANT = Table(
     *(_required(name, Boolean) for name in ("disabled", "revoked", "external_allowed")),
     _required("former_time_zones", JSON),
     _required("weight", BigInteger),
+    _required("leaves_its_pools", Boolean),
 )
 
 APPLICATION = Table(
@@ -225,6 +226,9 @@ POOL = Table(
     _required("urls", JSON),
     _required("on_demand", Boolean),
     _required("idle_stop_ms", BigInteger),
+    Column("tenant", Text),
+    _required("service_classes", JSON),
+    Column("input_tokens_max", BigInteger),
 )
 
 LIMIT_ENTRY = Table(

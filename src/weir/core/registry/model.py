@@ -52,10 +52,12 @@ class RevisionPrice:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The replicas that serve one revision.
+    """Replicas that serve one revision; a revision may have several pools.
 
     replicas: how many to keep. concurrency: requests a replica may run at once. urls: addresses of engines that run already
     (else the platform launches them). on_demand: start with the first request, stop after idle_stop_ms without one.
+    tenant: it is dedicated to this one; None: shared. service_classes: whose requests it takes. input_tokens_max: of one
+    request that it takes; None for no bound.
     """
 
     name: str
@@ -65,6 +67,9 @@ class Pool:
     urls: tuple[str, ...] = ()
     on_demand: bool = False
     idle_stop_ms: Millis = 600_000
+    tenant: str | None = None
+    service_classes: tuple[ServiceClass, ...] = tuple(ServiceClass)
+    input_tokens_max: Tokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ class WorkloadClass:
     """A row of policy data: what a kind of request may expect. A request gets the first row it fits.
 
     input_tokens_max: None for no bound. ttft_target_ms and tpot_target_ms are p95 objectives over admitted requests.
+    backlog_ms: how long a replica may have to read before one of these goes there; None: no bound.
     """
 
     name: str
@@ -89,6 +95,7 @@ class WorkloadClass:
     default_deadline_ms: Millis
     ttft_target_ms: Millis
     tpot_target_ms: Millis
+    backlog_ms: Millis | None = None
 
     def fits(self, service_class: ServiceClass, input_tokens: Tokens) -> bool:
         """Whether a request belongs to this row."""
@@ -98,10 +105,13 @@ class WorkloadClass:
 
 
 DEFAULT_WORKLOAD_CLASSES = (
-    WorkloadClass("short", ServiceClass.INTERACTIVE, 2_000, 60_000, 1_000, 50),
-    WorkloadClass("long", ServiceClass.INTERACTIVE, None, 300_000, 10_000, 100),
-    WorkloadClass("batch", ServiceClass.BATCH, None, 3_600_000, 600_000, 1_000),
+    WorkloadClass("short", ServiceClass.INTERACTIVE, 2_000, 60_000, 1_000, 50, backlog_ms=20),
+    WorkloadClass("long", ServiceClass.INTERACTIVE, None, 300_000, 10_000, 100, backlog_ms=2_000),
+    WorkloadClass("batch", ServiceClass.BATCH, None, 3_600_000, 600_000, 1_000, backlog_ms=2_000),
 )
+"""Of short prompts so few are before one another that an engine's step stays short, and who is next is chosen late; a long one
+finds its replica more often the more may be before it.
+"""
 
 
 def workload_class_of(classes: tuple[WorkloadClass, ...], service_class: ServiceClass, input_tokens: Tokens) -> WorkloadClass:

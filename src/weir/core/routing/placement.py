@@ -1,22 +1,69 @@
-"""Which replica takes a request: filter by capacity, then the least loaded, ties by name so that a decision repeats.
+"""Which replica takes a request: filter by room, then the least predicted time to first token, within a bounded skew.
 
-A half-open replica is idle and so goes first, which is how it is tried. A second attempt is the last one, and goes there last.
+The time is that of the prompt tokens which the replica has still to read and of those of this input that it does not hold
+already: replicas of a pool read equally fast, so tokens stand for it. A replica that holds much of an input draws it, but only
+among those whose share of lanes taken is within SKEW of the smallest; where that is equal the smallest share wins, then the
+name, so that a decision repeats. A half-open replica goes first, which is how it is tried; a second attempt is the last one,
+and goes there only where no other has room.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
+from weir.core.routing.capacity import NOTHING, Need
+from weir.core.routing.prefixes import PrefixIndex, cached_tokens
 from weir.core.routing.replica import Replica, ReplicaState
+from weir.units import Tokens
+
+SKEW = 0.25
+"""By which share of its lanes a replica may be fuller than the emptiest, and still take what it holds the beginning of."""
+_FEW = 4
+"""Replicas that are asked one by one what they hold; for more the index is asked once."""
 
 
-def place(replicas: Iterable[Replica], avoid: str | None = None) -> Replica | None:
-    """The ready replica with the smallest share of its lanes taken, or None when none has a free lane. avoid: not this one."""
-    chosen: Replica | None = None
-    best = (False, 1.0, "")
-    for replica in replicas:  # in a plain loop: most replicas of a busy pool are full, and this runs for every request
-        if not replica.free or replica.name == avoid:
-            continue
-        is_trial = avoid is not None and replica.state is ReplicaState.HALF_OPEN
-        score = (is_trial, replica.running / replica.limits.concurrency, replica.name)
-        if chosen is None or score < best:
-            chosen, best = replica, score
-    return chosen
+class Site(NamedTuple):
+    """A replica for a request, and how much of its input is believed to be held there."""
+
+    replica: Replica
+    cached_tokens: Tokens
+
+
+def place(
+    replicas: Iterable[Replica], need: Need = NOTHING, index: PrefixIndex | None = None, avoid: str | None = None
+) -> Site | None:
+    """The replica that is to take it, or None when none has room. avoid: not this one. index: None where none is kept."""
+    able = [replica for replica in replicas if replica.free and replica.name != avoid]
+    if not able:
+        return None  # most replicas of a busy pool are full, and this runs for every request
+    sites = _with_room(able, need, index)
+    if not sites:
+        return None
+    if len(sites) == 1:
+        return sites[0]
+    if trials := [site for site in sites if site.replica.state is ReplicaState.HALF_OPEN]:
+        others = [site for site in sites if site not in trials]
+        sites = trials if avoid is None or not others else others
+    share_max = min([replica.running / replica.allowed for replica, _ in sites]) + SKEW
+    near = [site for site in sites if site.replica.running / site.replica.allowed <= share_max]
+    return min(near, key=lambda site: _score(site, need))
+
+
+def _with_room(able: list[Replica], need: Need, index: PrefixIndex | None) -> list[Site]:
+    roomy = [replica for replica in able if replica.room.fits(need)]
+    if index is None or not need.prefix or not roomy:
+        return [Site(replica, 0) for replica in roomy]
+    held = _held(roomy, need.prefix, index)
+    return [Site(replica, cached_tokens(held.get(replica.name, 0), need.prefix_bytes, need.input_tokens)) for replica in roomy]
+
+
+def _held(able: list[Replica], prefix: tuple[bytes, ...], index: PrefixIndex) -> Mapping[str, int]:
+    if len(able) > _FEW:
+        return index.held(prefix)
+    return {replica.name: index.depth(replica.name, prefix) for replica in able}
+
+
+def _score(site: Site, need: Need) -> tuple[Tokens, float, str]:
+    """What is compared, the least wins."""
+    replica = site.replica
+    unread = replica.room.prefill_tokens + need.input_tokens - site.cached_tokens
+    return unread, replica.running / replica.allowed, replica.name

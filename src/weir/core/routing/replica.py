@@ -4,8 +4,9 @@
 
 Own in-flight counts are the truth. A lane is one of the replica's `concurrency` places; it is taken at dispatch and returns
 when the gateway reports that the engine stopped, or when the replica is confirmed gone, never because something elsewhere
-failed. A suspect replica is ready again once it answers, but half-open if its breaker is open: then it takes trials, the next
-one when the last has output, until enough generations ended well.
+failed. How many of them may be taken adapts to how fast answers come. A suspect replica is ready again once it answers, but
+half-open if its breaker is open: then it takes trials, the next one when the last has output, until enough generations ended
+well.
 """
 
 import heapq
@@ -15,7 +16,9 @@ from typing import assert_never
 
 from weir.core.endings import FinishReason
 from weir.core.routing.breaker import BACK_OFF_MS, Breaker, speaks_against, speaks_for, trial_failed
-from weir.units import Millis, Nanos
+from weir.core.routing.capacity import Room
+from weir.core.routing.concurrency import AdaptiveLimit
+from weir.units import Millis, Nanos, Tokens
 
 
 class ReplicaState(StrEnum):
@@ -94,29 +97,61 @@ def advance(state: ReplicaState, event: ReplicaEvent) -> ReplicaState:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLimits:
-    """concurrency: requests that it may run at once, ≥ 1."""
+    """concurrency: requests that it may run at once, ≥ 1. least: how few of them adaptation may leave; None: all of them."""
 
     concurrency: int
+    least: int | None = None
+
+
+@dataclass(slots=True)
+class Lanes:
+    """Sums over the replicas of a pool. usable: lanes that work may use now, taken or free; free: those of them not taken."""
+
+    usable: int = 0
+    free: int = 0
 
 
 class Replica:
     """The coordinator's view of one replica. name: unique in the cell, never reused. back_off_ms: its breaker's.
 
-    free: lanes that new work may take now; kept, not computed, because placement reads it of every replica of a pool.
+    lanes: the sums of its pool. free, usable and running: of its own lanes; kept, not computed, because placement reads them of
+    every replica of a pool. room: its memory and the prompts that it has still to read.
     """
 
-    __slots__ = ("_breaker", "_lanes", "_silent_trial", "_trials", "free", "limits", "name", "pool", "state")
+    __slots__ = (
+        "_breaker",
+        "_free_lanes",
+        "_pace",
+        "_silent_trial",
+        "_sums",
+        "_trials",
+        "free",
+        "limits",
+        "name",
+        "pool",
+        "room",
+        "running",
+        "state",
+        "usable",
+    )
 
-    def __init__(self, name: str, pool: str, limits: ReplicaLimits, back_off_ms: Millis = BACK_OFF_MS) -> None:
+    def __init__(
+        self, name: str, pool: str, limits: ReplicaLimits, back_off_ms: Millis = BACK_OFF_MS, sums: Lanes | None = None
+    ) -> None:
         self.name = name
         self.pool = pool
         self.limits = limits
         self.state = ReplicaState.STARTING
+        self.room = Room()
+        self._sums = sums or Lanes()
         self._breaker = Breaker(back_off_ms)
-        self._lanes = list(range(limits.concurrency))
+        self._pace = AdaptiveLimit(limits.concurrency, limits.concurrency if limits.least is None else limits.least)
+        self._free_lanes = list(range(limits.concurrency))
         self._trials: set[int] = set()  # lanes taken since it is half-open
         self._silent_trial: int | None = None  # the one of them without output so far
+        self.running = 0
         self.free = 0
+        self.usable = 0
 
     # ── states ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -130,6 +165,8 @@ class Replica:
 
     def answered(self, now_ns: Nanos) -> None:
         """The warm-up or a probe succeeded: one that is suspect is ready again, or tried once its time-out is over."""
+        if self._pace.age(now_ns):
+            self._count_free()
         if self.state is not ReplicaState.SUSPECT or not self._breaker.is_open:
             self.advance(ReplicaEvent.ANSWERED)
         elif self._breaker.may_be_tried(now_ns):
@@ -140,7 +177,8 @@ class Replica:
         self.advance(ReplicaEvent.DOUBTED)
 
     def showed_output(self, lane: int) -> None:
-        """The request on this lane has output: if it is a trial, the next one may start."""
+        """The request on this lane has output: its input is read, and if it is a trial, the next one may start."""
+        self.room.prefilled(lane)
         if lane == self._silent_trial:
             self._silent_trial = None
             self._count_free()
@@ -169,19 +207,20 @@ class Replica:
     # ── lanes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def running(self) -> int:
-        """Lanes taken."""
-        return self.limits.concurrency - len(self._lanes)
+    def allowed(self) -> int:
+        """How many requests it may run at once now, if it is ready: what keeps its answers at the pace of their class."""
+        return self._pace.allowed
 
-    @property
-    def usable(self) -> int:
-        """Lanes that work may use now, taken or free: all of a ready replica, one of a half-open one."""
-        return self.limits.concurrency if self.state is ReplicaState.READY else int(self.takes_work)
+    def answered_at(self, ratio: float, began_ns: Nanos, now_ns: Nanos) -> None:
+        """An answer that was dispatched then took this many times its class's target for each output token."""
+        if self._pace.observe(ratio, began_ns, self.running, now_ns):
+            self._count_free()
 
-    def take_lane(self) -> int:
-        """The lowest free lane, taken."""
+    def take_lane(self, kv_tokens: Tokens = 0, prefill_tokens: Tokens = 0) -> int:
+        """The lowest free lane, taken, for what takes this much of its room."""
         assert self.free > 0
-        lane = heapq.heappop(self._lanes)
+        lane = heapq.heappop(self._free_lanes)
+        self.room.take(lane, kv_tokens, prefill_tokens)
         if self.state is ReplicaState.HALF_OPEN:
             self._trials.add(lane)
             self._silent_trial = lane
@@ -190,16 +229,23 @@ class Replica:
 
     def free_lane(self, lane: int) -> None:
         """Give a lane back; it must be taken."""
-        assert 0 <= lane < self.limits.concurrency and lane not in self._lanes
-        heapq.heappush(self._lanes, lane)
+        assert 0 <= lane < self.limits.concurrency and lane not in self._free_lanes
+        heapq.heappush(self._free_lanes, lane)
+        self.room.free(lane)
         self._trials.discard(lane)
         if lane == self._silent_trial:
             self._silent_trial = None
         self._count_free()
 
     def _count_free(self) -> None:
+        self.running = self.limits.concurrency - len(self._free_lanes)
         if self.state is ReplicaState.READY:
-            self.free = len(self._lanes)
+            usable = self._pace.allowed
+            free = max(0, usable - self.running)
         else:
-            is_tried = self.state is ReplicaState.HALF_OPEN and self._silent_trial is None
-            self.free = min(len(self._lanes), int(is_tried))
+            is_tried = self.state is ReplicaState.HALF_OPEN
+            usable = int(is_tried)
+            free = min(len(self._free_lanes), int(is_tried and self._silent_trial is None))
+        self._sums.usable += usable - self.usable
+        self._sums.free += free - self.free
+        self.usable, self.free = usable, free

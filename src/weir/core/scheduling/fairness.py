@@ -1,17 +1,19 @@
 """Fair order between tenants: a prepaid weighted virtual token counter, with deadlines inside a bounded slack.
 
-Source: the Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI '24), changed in three
+Source: the Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI '24), changed in four
 ways. A request is charged at dispatch for what it is expected to cost, because many replicas produce output at once and a
 counter that follows the output lets one flow start on all of them; the difference is charged or given back when it is known.
-Among the flows whose counter is within a slack of the smallest, the one whose head must start first goes. And flows have
-weights.
+Among the flows whose counter is within a slack of the smallest, the one whose head must start first goes. Flows have weights.
+And a flow that comes back may be behind by a burst, so that who asks for little is not halved by one who always waits.
 
 Invariants, for flows that stay backlogged and whose heads fit (property-tested).
-  1. Their counters differ by at most U + slack + E, where U is the dearest single request ÷ weight and E the corrections, in
-     either direction, since the last turn of the flow that is ahead. The service that two of them got over any time then
-     differs by at most twice that, and by once that from a moment at which they were equal.
-  2. No credit is saved up: a flow that becomes backlogged is lifted to the smallest counter among the backlogged, or to that
-     of the flow which was the last to leave: its floor. What is given back for a dispatch before that takes it no lower.
+  1. Their counters differ by at most U + slack + burst + E, where U is the dearest single request ÷ weight and E the
+     corrections, in either direction, since the last turn of the flow that is ahead. The service that two of them got over any
+     time then differs by at most twice that, and by once that from a moment at which they were equal.
+  2. Where heads fit nowhere and others pass, that much more: BYPASSES_MAX times U.
+  3. No more than the burst is saved up: a flow that becomes backlogged is lifted to that much below the floor, which is the
+     smallest counter among the backlogged, or that of the flow which was the last to leave, and never falls: who comes back
+     behind it lowers it for nobody. What is given back for a dispatch before that takes the flow no lower.
 
 A flow that only runs is not backlogged: the longest of its requests would otherwise hold its counter down, and lend its next
 requests, and every newcomer, a lead over all who wait.
@@ -21,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weir.core.scheduling.lazy_heap import LazyHeap
-from weir.core.scheduling.orders import Cost, Head, Ticket
+from weir.core.scheduling.orders import BYPASSES_MAX, Cost, Head, Ticket
 from weir.units import Nanos, Tokens
 
 _SCALE = 1 << 16
@@ -60,25 +62,29 @@ class _Flow:
 
 
 class FairOrder:
-    """weight_of: a tenant's weight, an integer ≥ 1; slack: Δ in cost ÷ weight, the one knob between fairness and deadlines."""
+    """weight_of: a tenant's weight, an integer ≥ 1; slack: Δ in cost ÷ weight, the one knob between fairness and deadlines.
 
-    def __init__(self, weight_of: Callable[[str], int] = lambda tenant: 1, slack: Cost = 0) -> None:
+    burst: in cost ÷ weight, what a flow may be behind when it becomes backlogged.
+    """
+
+    def __init__(self, weight_of: Callable[[str], int] = lambda tenant: 1, slack: Cost = 0, burst: Cost = 0) -> None:
         self._weight_of = weight_of
         self._slack = slack * _SCALE
+        self._burst = burst * _SCALE
         self._flows: dict[str, _Flow] = {}
         self._counters: LazyHeap[int, str] = LazyHeap()  # of every backlogged flow
         self._near: LazyHeap[tuple[Nanos, int], str] = LazyHeap()  # those within the slack, by their heads
         self._far: LazyHeap[int, str] = LazyHeap()  # the others, by counter
-        self._last_left = 0
+        self._last_left = self._highest_floor = 0
         self._sweep_at = _QUIET_MAX
         self._weights = 0
+        self._dearest = 0  # of one request, in counter units
 
     def joined(self, tenant: str, head: Head) -> None:
         """The flow is backlogged from now on: lifted, so that it lends itself nothing from the time it was not."""
         flow = self._flows.setdefault(tenant, _Flow())
-        floor = self._floor()
-        flow.counter = max(flow.counter, floor)
-        flow.floor = floor
+        flow.floor = self._floor() - self._burst
+        flow.counter = max(flow.counter, flow.floor)
         flow.activation += 1
         flow.head = head
         flow.weight = self._weight_of(tenant)
@@ -127,6 +133,23 @@ class FairOrder:
             self._near.discard(tenant)
             self._far.put(tenant, counter)
 
+    def next(self, number: int) -> list[str]:
+        """The first, the others within the slack by their heads, then those beyond it by counter.
+
+        None that would be ahead of the smallest counter by more than BYPASSES_MAX times the dearest request and the slack.
+        """
+        smallest = self._counters.first()
+        if self.first() is None or smallest is None:
+            return []
+        limit = smallest[0] + self._slack
+        while stale := [tenant for _, tenant in self._near.smallest(number) if self._flows[tenant].counter > limit]:
+            for tenant in stale:
+                self._near.discard(tenant)
+                self._far.put(tenant, self._flows[tenant].counter)
+        near = [tenant for _, tenant in self._near.smallest(number)]
+        limit += BYPASSES_MAX * self._dearest
+        return near + [tenant for counter, tenant in self._far.smallest(number - len(near)) if counter <= limit]
+
     def charge(self, tenant: str, cost: Cost) -> Ticket:
         """Prepay a dispatch."""
         flow = self._flows[tenant]
@@ -134,7 +157,9 @@ class FairOrder:
         weight = self._weight_of(tenant)
         self._weights += weight - flow.weight
         flow.weight = weight
-        self._move(tenant, flow, cost * _SCALE // flow.weight)
+        amount = cost * _SCALE // weight
+        self._dearest = max(self._dearest, amount)
+        self._move(tenant, flow, amount)
         return Ticket(tenant, cost, flow.weight, flow.activation)
 
     def correct(self, ticket: Ticket, cost: Cost) -> Ticket:
@@ -155,14 +180,16 @@ class FairOrder:
     def work_before(self, tenant: str, own: Cost, others: Cost, mean: Cost) -> Cost:
         """What the other backlogged flows may get, by their weights, until this one has had its own waiting work.
 
-        The heads of those within the slack came earlier, and go first.
+        The heads of those within the slack came earlier, and go first, unless this flow is behind them by more than that.
         """
-        flow = self._flows.get(tenant)
-        weights, share = self._weights, 0
-        if flow is not None:
-            weights -= flow.weight if flow.head else 0
-            share = max(0, flow.counter - self._floor()) // _SCALE + own // flow.weight
-        return min(others, weights * share + len(self._near) * mean)
+        flow, floor = self._flows.get(tenant), self._floor()
+        if flow is None:
+            weights, ahead = self._weights, -self._burst
+        else:
+            weights = self._weights - (flow.weight if flow.head else 0)
+            ahead = max(flow.counter - floor, -self._burst) + own * _SCALE // flow.weight
+        urgent = len(self._near) * mean if ahead >= -self._slack else 0
+        return min(others, weights * max(0, ahead) // _SCALE + urgent)
 
     def lead(self, tenant: str, own: Cost) -> Cost:
         """How far its counter will be beyond the slack of the floor once its own waiting work is done."""
@@ -173,12 +200,14 @@ class FairOrder:
 
     @property
     def floor(self) -> Cost:
-        """The smallest counter among the backlogged, or that of the last one that was."""
+        """The smallest counter among the backlogged, or that of the last one that was, or as high as that ever was."""
         return self._floor() // _SCALE
 
     def _floor(self) -> int:
+        """It is read before a flow joins, so that those behind it by their burst are not among the smallest by then."""
         smallest = self._counters.first()
-        return smallest[0] if smallest else self._last_left
+        self._highest_floor = max(self._highest_floor, smallest[0] if smallest else self._last_left)
+        return self._highest_floor
 
     def _move(self, tenant: str, flow: _Flow, amount: int) -> None:
         flow.counter += amount
@@ -189,6 +218,6 @@ class FairOrder:
 
     def _forget_quiet(self) -> None:
         """Drop flows that a lift would set where a new one starts."""
-        floor = self._floor()
+        floor = self._floor() - self._burst
         for tenant in [name for name, flow in self._flows.items() if flow.is_quiet and flow.counter <= floor]:
             del self._flows[tenant]

@@ -19,6 +19,7 @@ _BIAS_HALF_LIFE_NS = 30 * NANOS_PER_SECOND
 _BIAS_PER_S = 0.3
 _BIAS_MAX = log(4)
 _CAUTION_STEP, _CAUTION_PER_S, _CAUTION_MAX = 0.1, 0.3, log(2)
+_TURNS_SEEN_NS = NANOS_PER_SECOND // 2
 _PREFILL_KEPT = 0.98
 """Of older measurements at each new one: about fifty count."""
 _SPREAD_MIN = 0.01
@@ -30,7 +31,17 @@ _PRIOR_WEIGHT = 0.25
 class ServiceRate:
     """Lane time per unit of cost and per request. prior_ns: a request's lane time; prior_cost: its cost, both > 0."""
 
-    __slots__ = ("_began_ns", "_cost", "_last_ns", "_occupied_ns", "_prior_cost", "_prior_ns", "_requests", "_running")
+    __slots__ = (
+        "_began_ns",
+        "_cost",
+        "_last_ns",
+        "_occupied_ns",
+        "_prior_cost",
+        "_prior_ns",
+        "_requests",
+        "_running",
+        "_running_cost",
+    )
 
     def __init__(self, prior_ns: Nanos, prior_cost: Cost) -> None:
         self._prior_ns = _PRIOR_WEIGHT * prior_ns
@@ -39,8 +50,13 @@ class ServiceRate:
         self._cost = 0.0
         self._requests = 0.0
         self._running = 0
+        self._running_cost: Cost = 0
         self._began_ns: Nanos = 0  # the sum over those that run
         self._last_ns: Nanos = 0
+
+    def assume(self, prior_ns: Nanos) -> None:
+        """A request's lane time as a warm-up says, > 0; its cost stays."""
+        self._prior_ns = _PRIOR_WEIGHT * prior_ns
 
     def observe(self, cost: Cost, occupied_ns: Nanos, now_ns: Nanos) -> None:
         """A lane was freed after this long by a request of this cost."""
@@ -49,14 +65,16 @@ class ServiceRate:
         self._cost += cost
         self._requests += 1
 
-    def began(self, now_ns: Nanos) -> None:
-        """A request took a lane."""
+    def began(self, cost: Cost, now_ns: Nanos) -> None:
+        """A request of this cost took a lane."""
         self._running += 1
+        self._running_cost += cost
         self._began_ns += now_ns
 
-    def left(self, began_ns: Nanos) -> None:
-        """A request that took its lane then holds it no more."""
+    def left(self, cost: Cost, began_ns: Nanos) -> None:
+        """A request of this cost that took its lane then holds it no more."""
         self._running -= 1
+        self._running_cost -= cost
         self._began_ns -= began_ns
 
     def lane_ns(self, cost: Cost, now_ns: Nanos) -> float:
@@ -70,7 +88,11 @@ class ServiceRate:
         return self._lengthened(now_ns) * self._ended_request_ns()
 
     def _ended_request_ns(self) -> float:
-        return (self._occupied_ns + self._prior_ns) / (self._requests + _PRIOR_WEIGHT)
+        """The prior's part is that of what runs, whose cost is known: it need not be a typical request."""
+        prior_ns = self._prior_ns
+        if self._running:
+            prior_ns *= _PRIOR_WEIGHT * self._running_cost / self._running / self._prior_cost
+        return (self._occupied_ns + prior_ns) / (self._requests + _PRIOR_WEIGHT)
 
     def _lengthened(self, now_ns: Nanos) -> float:
         """How much longer than what ended lately runs what runs now, on average so far; 1 at least."""
@@ -90,9 +112,9 @@ class ServiceRate:
 class PrefillTime:
     """Time from dispatch to first output by input length: a line through what was measured lately, by decayed least squares.
 
-    A ratio would make a long input as slow, per token, as a short one, most of whose time is not its tokens'. The line ends at
-    the longest input that was seen, and fades with a half-life of ten seconds: what was never measured, or not lately, drops
-    nobody, so that a wrong estimate meets evidence.
+    A ratio would make a long input as slow, per token, as a short one, most of whose time is not its tokens'. Beyond the
+    longest input that was seen it goes on as the caller assumes, and it fades towards that with a half-life of ten seconds:
+    what was never measured, or not lately, drops nobody, so that a wrong estimate meets evidence.
     """
 
     __slots__ = ("_last_ns", "_longest", "_n", "_x", "_xx", "_xy", "_y")
@@ -112,15 +134,40 @@ class PrefillTime:
         self._longest = max(self._longest * _PREFILL_KEPT, x)
         self._last_ns = now_ns
 
-    def expected_ns(self, input_tokens: Tokens, now_ns: Nanos) -> Nanos:
-        """How long this input is expected to take at least; 0 before anything was measured, and never less than 0."""
+    def expected_ns(self, input_tokens: Tokens, now_ns: Nanos, idle_ns: Nanos = 0, token_ns: float = 0.0) -> Nanos:
+        """How long this input is expected to take. On an idle replica, 0 while unknown: idle_ns in all, token_ns per token."""
         if not self._n:
-            return 0
+            return idle_ns
         mean_x, mean_y = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - mean_x * mean_x
         slope = max(0.0, (self._xy / self._n - mean_x * mean_y) / spread) if spread > mean_x * _SPREAD_MIN else 0.0
         line_ns = mean_y + slope * (min(input_tokens, self._longest) - mean_x)
-        return int(max(0.0, line_ns) * 0.5 ** ((now_ns - self._last_ns) / _HALF_LIFE_NS))
+        line_ns += token_ns * max(0.0, input_tokens - self._longest)
+        kept = 0.5 ** ((now_ns - self._last_ns) / _HALF_LIFE_NS)
+        return int(max(0.0, line_ns) * kept + idle_ns * (1 - kept))
+
+
+class DecodeTime:
+    """Time per output token after the first: a decayed mean of what was measured lately, towards what the caller assumes."""
+
+    __slots__ = ("_last_ns", "_mean_ms", "_n")
+
+    def __init__(self) -> None:
+        self._n = self._mean_ms = 0.0
+        self._last_ns: Nanos = 0
+
+    def observe(self, token_ms: float, now_ns: Nanos) -> None:
+        """An answer took this long for each of its later tokens."""
+        self._n = self._n * _PREFILL_KEPT + 1
+        self._mean_ms += (token_ms - self._mean_ms) / self._n
+        self._last_ns = now_ns
+
+    def expected_ms(self, now_ns: Nanos, idle_ms: float) -> float:
+        """Per token now. idle_ms: on an idle replica."""
+        if not self._n:
+            return idle_ms
+        kept: float = 0.5 ** ((now_ns - self._last_ns) / _HALF_LIFE_NS)
+        return self._mean_ms * kept + idle_ms * (1 - kept)
 
 
 class FloorPace:
@@ -144,6 +191,65 @@ class FloorPace:
     def wait_ns(self, lead: Cost) -> float:
         """Until the floor has risen by a lead; 0 while it was never seen to rise."""
         return lead * self._passed_ns / self._risen if self._risen else 0.0
+
+
+class TurnPace:
+    """How much of lane time a unit of cost takes while somebody waits: that of all lanes, over what got a turn meanwhile.
+
+    What ended says the same in the mean, but late, and not of a mixture in which a few answers run for minutes beside many that
+    run for moments. Time since the last turn counts, so that lanes which do not come free are seen at once. What was seen fades
+    with a half-life of ten seconds, also while nobody waits.
+    """
+
+    __slots__ = ("_cost", "_lane_ns", "_lanes", "_seen_ns", "_since_ns", "_turns", "_waits")
+
+    def __init__(self) -> None:
+        self._lane_ns = self._cost = self._seen_ns = self._turns = 0.0
+        self._lanes = 0
+        self._since_ns: Nanos = 0
+        self._waits = False
+
+    def waits(self, lanes: int, now_ns: Nanos) -> None:
+        """Somebody has to wait now, with so many lanes that can be used; said while others wait, it changes nothing."""
+        if not self._waits:
+            self._pass(now_ns)
+            self._waits, self._lanes = True, lanes
+
+    def nobody_waits(self, now_ns: Nanos) -> None:
+        """Time that passes from now on says nothing."""
+        self._pass(now_ns)
+        self._waits = False
+
+    def turn(self, cost: Cost, lanes: int, now_ns: Nanos) -> None:
+        """A request of this cost got its turn. lanes: that can be used from now on."""
+        if self._waits:
+            self._pass(now_ns)
+            self._cost += cost
+            self._turns += 1
+            self._lanes = lanes
+
+    def lane_ns(self, cost: Cost, now_ns: Nanos) -> float | None:
+        """Expected lane time of work of this cost; None while too little was seen lately."""
+        passed_ns = now_ns - self._since_ns
+        kept = 0.5 ** (passed_ns / _HALF_LIFE_NS)
+        seen_ns = self._seen_ns * kept + self._waits * passed_ns
+        if self._turns * kept < 1 or seen_ns < _TURNS_SEEN_NS:
+            return None
+        return cost * (self._lane_ns + self._waits * passed_ns * self._lanes) / self._cost
+
+    @property
+    def mean_cost(self) -> Cost:
+        """Of those who got their turn lately; 0 while too few did."""
+        return int(self._cost / self._turns) if self._turns >= 1 else 0
+
+    def _pass(self, now_ns: Nanos) -> None:
+        passed_ns = now_ns - self._since_ns
+        kept = 0.5 ** (passed_ns / _HALF_LIFE_NS)
+        self._lane_ns = self._lane_ns * kept + self._waits * passed_ns * self._lanes
+        self._seen_ns = self._seen_ns * kept + self._waits * passed_ns
+        self._cost *= kept
+        self._turns *= kept
+        self._since_ns = now_ns
 
 
 class WaitBias:
@@ -196,6 +302,6 @@ class Caution:
         self._last_ns = now_ns
 
 
-def predicted_wait_ms(work: Cost, lanes: int, rate: ServiceRate, now_ns: Nanos) -> float:
-    """Time until an entry behind `work` starts on `lanes` ≥ 1 lanes that are all taken."""
+def predicted_wait_ms(work: Cost, lanes: float, rate: ServiceRate, now_ns: Nanos) -> float:
+    """Time until an entry behind `work` starts on lanes that are all taken. lanes > 0: shared ones count in part."""
     return (rate.request_ns(now_ns) + rate.lane_ns(work, now_ns)) / lanes / 1e6

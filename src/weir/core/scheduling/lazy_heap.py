@@ -51,3 +51,14 @@ class LazyHeap(Generic[P, K]):
                 return entries[0]
             heapq.heappop(entries)
         return None
+
+    def smallest(self, number: int) -> list[tuple[P, K]]:
+        """The `number` smallest, or all if there are fewer."""
+        found: list[tuple[P, K]] = []
+        while len(found) < number and (entry := self.first()) is not None:
+            heapq.heappop(self._entries)
+            if entry not in found:  # put twice at the same priority, it lies there twice
+                found.append(entry)
+        for entry in found:
+            heapq.heappush(self._entries, entry)
+        return found

@@ -13,6 +13,10 @@ from weir.units import Nanos
 Cost: TypeAlias = int
 """What a request takes of a domain: its tokens, weighted by kind (`fairness.py::TokenCosts`)."""
 
+BYPASSES_MAX = 16
+"""How many may start before one whose turn it is and which fits no replica, and how many of the dearest requests' service a
+flow may get ahead of such a one's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -51,6 +55,10 @@ class Order(Protocol):
         """The flow whose head goes next; None when nothing waits."""
         ...
 
+    def next(self, number: int) -> list[str]:
+        """The flows whose heads would go next, the first one first, `number` at most; those after it about in order."""
+        ...
+
     def charge(self, tenant: str, cost: Cost) -> Ticket:
         """The head of this backlogged flow is dispatched, at what it is expected to cost."""
         ...
@@ -76,7 +84,7 @@ class Order(Protocol):
 
     @property
     def floor(self) -> Cost:
-        """What every backlogged flow had at least, in cost ÷ weight; it never falls by much."""
+        """What every backlogged flow had at least, less a burst, in cost ÷ weight; it never falls."""
         ...
 
 
@@ -100,6 +108,10 @@ class ArrivalOrder:
         """The flow of the oldest head."""
         entry = self._heads.first()
         return entry[1] if entry else None
+
+    def next(self, number: int) -> list[str]:
+        """The flows of the oldest heads."""
+        return [tenant for _, tenant in self._heads.smallest(number)]
 
     def charge(self, tenant: str, cost: Cost) -> Ticket:
         """Nothing is counted."""

@@ -47,8 +47,10 @@ class _Histogram:
         self.observations = sum(self.counts)
 
     def total_up_to(self, limit: Tokens) -> Tokens:
-        """The sum over observations of min(length, limit); a bucket's lengths count as its mean."""
-        return sum(min(total, count * limit) for count, total in zip(self.counts, self.sums, strict=True) if count)
+        """The sum over observations of min(length, limit) ≥ 1; in the limit's own bucket lengths count as its mean."""
+        own = min(limit.bit_length(), _BUCKETS - 1)
+        beyond = limit * sum(self.counts[own + 1 :])
+        return sum(self.sums[:own]) + min(self.sums[own], self.counts[own] * limit) + beyond
 
 
 class OutputLengths:

@@ -2,7 +2,8 @@
 
 Bounds are entries per tenant, entries and bytes per domain; the bound of waiting time is the coordinator's timer. Within a flow
 goes first what must start first, and of equals the oldest. Between flows the order is behind `orders.py::Order`. A request
-that waits for its second attempt goes ahead of every flow: it had its turn already, and is not charged again.
+that waits for its second attempt goes ahead of every flow: it had its turn already, and is not charged again. One whose turn it
+is and that fits no replica lets the next ones pass, up to BYPASSES_MAX times; then its room is kept.
 """
 
 from collections import Counter, OrderedDict
@@ -11,11 +12,14 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from weir import errors
+from weir.core.routing.capacity import NOTHING, Need
 from weir.core.scheduling.fairness import FairOrder
 from weir.core.scheduling.lazy_heap import LazyHeap
-from weir.core.scheduling.orders import Cost, Head, Order, Ticket
+from weir.core.scheduling.orders import BYPASSES_MAX, Cost, Head, Order, Ticket
 from weir.units import Bytes, Millis, Nanos
 
+_LOOKS_MAX = 4
+"""How many heads after it are looked at each time."""
 _QUEUE_RETRY_MS = 1_000
 
 Key = TypeVar("Key", bound=Hashable)
@@ -42,13 +46,17 @@ class QueueBounds:
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[Key]):
-    """What waits. cost: what its dispatch is expected to take of the domain; start_by_ns: when it must have started."""
+    """What waits. cost: what its dispatch is expected to take of the domain; start_by_ns: when it must have started.
+
+    need: what it takes of a replica.
+    """
 
     tenant: str
     key: Key
     size: Bytes
     cost: Cost
     start_by_ns: Nanos
+    need: Need = NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,43 +65,49 @@ class Waiting(Generic[Key]):
 
     tenant: str
     key: Key
+    need: Need = NOTHING
     avoid: str | None = None
 
 
 class _Flow(Generic[Key]):
     """One tenant's entries, by when they must start and then by arrival."""
 
-    __slots__ = ("_by_urgency", "entries", "work")
+    __slots__ = ("_by_urgency", "entries", "first", "head", "work")
 
     def __init__(self) -> None:
         self.entries: dict[Key, Entry[Key]] = {}
         self.work: Cost = 0
+        self.head: Head | None = None  # of its first entry, as orders see it
+        self.first: Key | None = None
         self._by_urgency: LazyHeap[tuple[Nanos, int], Key] = LazyHeap()
 
     def push(self, number: int, entry: Entry[Key]) -> None:
         self.entries[entry.key] = entry
         self.work += entry.cost
         self._by_urgency.put(entry.key, (entry.start_by_ns, number))
+        if self.head is None or entry.start_by_ns < self.head.start_by_ns:
+            self.head, self.first = Head(number, entry.start_by_ns), entry.key
 
     def pop(self, key: Key) -> Entry[Key]:
         entry = self.entries.pop(key)
         self.work -= entry.cost
         self._by_urgency.discard(key)
+        if key == self.first:
+            self._find_head()
         return entry
 
-    def head(self) -> Head | None:
-        """Its first entry, as orders see it."""
+    def _find_head(self) -> None:
         first = self._by_urgency.first()
         if first is None:
-            return None
-        start_by_ns, number = first[0]
-        return Head(number, start_by_ns)
+            self.head = self.first = None
+        else:
+            (start_by_ns, number), self.first = first
+            self.head = Head(number, start_by_ns)
 
-    def head_key(self) -> Key:
-        """The key of its first entry, which there is."""
-        first = self._by_urgency.first()
-        assert first is not None
-        return first[1]
+    def head_entry(self) -> Entry[Key]:
+        """Its first entry, which there is."""
+        assert self.first is not None
+        return self.entries[self.first]
 
 
 class DomainQueue(Generic[Key]):
@@ -109,6 +123,7 @@ class DomainQueue(Generic[Key]):
         self._total = 0
         self._bytes = 0
         self._work: Cost = 0
+        self._passed: dict[Key, int] = {}  # how often others went before a head that fits nowhere
 
     def __len__(self) -> int:
         return self._total
@@ -132,8 +147,12 @@ class DomainQueue(Generic[Key]):
         """The cost of what goes before one more request of this tenant, about."""
         own = self._own_work(tenant)
         ahead = self.work_ahead if self._ahead else 0
-        mean = self._work // self._total if self._total else 0
-        return ahead + own + self._order.work_before(tenant, own, self._work - ahead - own, mean)
+        return ahead + own + self._order.work_before(tenant, own, self._work - ahead - own, self.mean_cost)
+
+    @property
+    def mean_cost(self) -> Cost:
+        """Of one that waits; 0 when nobody does."""
+        return self._work // self._total if self._total else 0
 
     def lead(self, tenant: str) -> Cost:
         """By how much the order's floor must rise until one more request of this tenant has its turn."""
@@ -147,6 +166,15 @@ class DomainQueue(Generic[Key]):
     def _own_work(self, tenant: str) -> Cost:
         flow = self._flows.get(tenant)
         return flow.work if flow else 0
+
+    def position(self, tenant: str, key: Key) -> int:
+        """How many of its tenant go before an entry that waits in its flow: linear in them."""
+        entries = self._flows[tenant].entries  # in the order in which they came
+        start_by_ns, before, is_later = entries[key].start_by_ns, 0, False
+        for other in entries.values():
+            is_later = is_later or other.key == key
+            before += other.start_by_ns < start_by_ns + (not is_later)
+        return before
 
     def refusal(self, tenant: str, size: Bytes) -> errors.WeirError | None:
         """Why one more entry of `size` bytes may not wait, or None."""
@@ -166,15 +194,15 @@ class DomainQueue(Generic[Key]):
         if flow is None:
             flow = self._flows[entry.tenant] = _Flow()
         assert entry.key not in flow.entries
-        before = flow.head()
+        before = flow.head
         self._arrivals += 1
         flow.push(self._arrivals, entry)
         self._count(entry, 1)
-        head = flow.head()
+        head = flow.head
         assert head is not None
         if before is None:
             self._order.joined(entry.tenant, head)
-        elif head != before:
+        elif head is not before:
             self._order.changed(entry.tenant, head)
 
     def push_ahead(self, entry: Entry[Key], avoid: str) -> None:
@@ -185,20 +213,42 @@ class DomainQueue(Generic[Key]):
         self._count(entry, 1)
 
     def candidates(self) -> Iterator[Waiting[Key]]:
-        """Who may go next, first choice first: of those ahead one per replica to avoid, then the head whose turn it is."""
-        for avoid, again in self._ahead.items():
-            key = next(iter(again))
-            yield Waiting(again[key].tenant, key, avoid)
-        first = self._order.first()
-        if first is not None:
-            yield Waiting(first, self._flows[first].head_key())
+        """Who may go next, first choice first: of those ahead one per replica to avoid, then the head whose turn it is.
 
-    def serve(self, waiting: Waiting[Key]) -> Ticket | None:
-        """Take a candidate out, as dispatched, and charge its flow; None for one that waited ahead: it was charged before."""
+        Asked on, that one fits nowhere: then the next heads.
+        """
+        for avoid, again in self._ahead.items():
+            entry = next(iter(again.values()))
+            yield Waiting(entry.tenant, entry.key, entry.need, avoid)
+        first = self._order.first()
+        if first is None:
+            return
+        yield self._head_of(first)
+        for tenant in self._order.next(1 + _LOOKS_MAX):
+            if tenant != first:
+                yield self._head_of(tenant)
+
+    def _head_of(self, tenant: str) -> Waiting[Key]:
+        entry = self._flows[tenant].head_entry()
+        return Waiting(tenant, entry.key, entry.need)
+
+    def keeps_room(self, key: Key) -> bool:
+        """Whether an entry that fits nowhere was passed so often that nothing starts before it any more."""
+        return self._passed.get(key, 0) >= BYPASSES_MAX
+
+    def passed(self, key: Key) -> None:
+        """Something started although it was the turn of this entry, which fits nowhere."""
+        self._passed[key] = self._passed.get(key, 0) + 1
+
+    def serve(self, waiting: Waiting[Key], saved: Cost = 0) -> Ticket | None:
+        """Take a candidate out, as dispatched, and charge its flow; None for one that waited ahead: it was charged before.
+
+        saved: how much less it is expected to cost than it was when it came.
+        """
         if waiting.avoid is not None:
             assert self.remove(waiting.tenant, waiting.key)
             return None
-        ticket = self._order.charge(waiting.tenant, self._flows[waiting.tenant].entries[waiting.key].cost)
+        ticket = self._order.charge(waiting.tenant, self._flows[waiting.tenant].entries[waiting.key].cost - saved)
         assert self.remove(waiting.tenant, waiting.key)
         return ticket
 
@@ -212,16 +262,17 @@ class DomainQueue(Generic[Key]):
 
     def remove(self, tenant: str, key: Key) -> bool:
         """Take an entry out wherever it waits; False if it does not."""
+        self._passed.pop(key, None)
         flow = self._flows.get(tenant)
         if flow is None or key not in flow.entries:
             return self._remove_ahead(key)
-        before = flow.head()
+        before = flow.head
         self._count(flow.pop(key), -1)
-        after = flow.head()
+        after = flow.head
         if after is None:
             del self._flows[tenant]
             self._order.left(tenant)
-        elif after != before:
+        elif after is not before:
             self._order.changed(tenant, after)
         return True
 

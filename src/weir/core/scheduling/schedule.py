@@ -1,36 +1,51 @@
-"""What starts now: the heads of the domains matched with replicas that can run them, as values.
+"""What starts now in one pool: the heads of its queues matched with replicas that have room for them, as values.
 
-Late binding: a request gets a replica only when that replica has a free lane. The coordinator dispatches each start before it
-asks again, so a decision never rests on capacity that an earlier one used.
+Late binding: a request gets a replica only when that replica can start it. The coordinator dispatches each start before it asks
+again, so a decision never rests on room that an earlier one used.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Generic
 
-from weir.core.routing.placement import place
+from weir.core.routing.placement import Site, place
+from weir.core.routing.prefixes import PrefixIndex
 from weir.core.routing.replica import Replica
 from weir.core.scheduling.queues import DomainQueue, Key, Waiting
 
 
 @dataclass(frozen=True, slots=True)
 class Start(Generic[Key]):
-    """Dispatch this entry on this replica."""
+    """Dispatch this entry of this queue there. passed: those whose turn it is and that fit nowhere, with their queues."""
 
-    domain: str
+    queue: DomainQueue[Key]
     waiting: Waiting[Key]
-    replica: Replica
+    site: Site
+    passed: tuple[tuple[DomainQueue[Key], Key], ...] = ()
 
 
-def next_start(domains: Mapping[str, DomainQueue[Key]], replicas: Mapping[str, Collection[Replica]]) -> Start[Key] | None:
-    """The next dispatch, or None when nothing waits that could start. domains and replicas are keyed by pool.
+def next_start(
+    queues: Iterable[DomainQueue[Key]], replicas: Collection[Replica], index: PrefixIndex | None = None
+) -> Start[Key] | None:
+    """The next dispatch, or None when nothing waits that could start. queues: of the pool, the one whose turn it is first.
 
-    An entry that must avoid the only replica with a free lane lets others pass: it could not have used that lane.
+    What fits nowhere lets others pass only so often. An entry that must avoid the only replica with a free lane lets all pass:
+    it could not have used that one.
     """
-    for domain, queue in domains.items():
-        if not queue:
-            continue
+    passed: tuple[tuple[DomainQueue[Key], Key], ...] = ()
+    for queue in queues:
+        is_its_turn = True
         for waiting in queue.candidates():
-            if (replica := place(replicas.get(domain, ()), waiting.avoid)) is not None:
-                return Start(domain, waiting, replica)
+            site = place(replicas, waiting.need, index, waiting.avoid)
+            if site is not None:
+                return Start(queue, waiting, site, passed)
+            if is_its_turn and _has_lane(replicas, waiting.avoid):
+                if queue.keeps_room(waiting.key):
+                    return None
+                passed = (*passed, (queue, waiting.key))
+            is_its_turn = is_its_turn and waiting.avoid is not None  # of a flow's heads only the first one's
     return None
+
+
+def _has_lane(replicas: Collection[Replica], avoid: str | None) -> bool:
+    return any(replica.free and replica.name != avoid for replica in replicas)

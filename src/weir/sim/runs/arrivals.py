@@ -21,12 +21,16 @@ _COPY_SPREAD_S = 1.0
 
 
 class Arrival(NamedTuple):
-    """One request. at_s: seconds from the start of the run; output_tokens: what it will generate, unknown to the platform."""
+    """One request. at_s: seconds from the start of the run; output_tokens: what it will generate, unknown to the platform.
+
+    blocks: of its prompt, see `prompt_blocks`; empty where nothing is known of what it shares with others.
+    """
 
     at_s: float
     tenant: str
     input_tokens: Tokens
     output_tokens: Tokens
+    blocks: tuple[int, ...] = ()
 
 
 class Workload(Protocol):

@@ -5,9 +5,11 @@ the result: the same run gives the same bytes.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from enum import StrEnum
+from random import Random
+from typing import Any, Protocol
 
 from weir.config import CoordinatorConfig
 from weir.coordinator.coordinator import Coordinator, CoordinatorParts
@@ -19,18 +21,24 @@ from weir.core.metering import Price
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import Application, Tenant
-from weir.messages import Register
+from weir.messages import Down, Register, ReplicaAddress
+from weir.ports import CoordinatorLink
+from weir.sim.clients import PATIENT, Habits
 from weir.sim.random_source import seeded_random
 from weir.sim.runs.answering_store import AnsweringStore
 from weir.sim.runs.arrivals import TOKENS_MAX, Arrival, Burst, Workload, with_burst
 from weir.sim.runs.figures import Figures, window_seconds
+from weir.sim.runs.foresight import Foresight
 from weir.sim.runs.gateway_side import ALIAS, APPLICATION, POOL, REVISION, AskingRules, GatewaySide
-from weir.sim.runs.keeper import Keeper, Keeping
-from weir.sim.runs.outages import Outage
+from weir.sim.runs.keeper import Keeper, Keeping, Noise
+from weir.sim.runs.outages import Outage, SlowClients
 from weir.sim.runs.oversight import Oversight
 from weir.sim.runs.paces import EngineModel
 from weir.sim.runs.policies import ORDERS, Policy
-from weir.sim.runs.stepper import ReplicaMaking
+from weir.sim.runs.step_clock import StepClock
+from weir.sim.runs.stepper import ReplicaMaking, SteppedReplica
+from weir.sim.runs.token_engine import TokenEngine, TokenMaking
+from weir.sim.runs.whole_gateway import WholeGateway
 from weir.sim.virtual_loop import VirtualClock, VirtualLoop, run
 from weir.telemetry import Telemetry
 from weir.units import Millis, Tokens
@@ -44,11 +52,19 @@ OnProgress = Callable[[float], None]
 """Told the share of a run that is behind it, 0 … 1."""
 
 
+class Fidelity(StrEnum):
+    """schedule: the gateway is played and replicas tell first outputs and ends. full: the real gateway, and every token."""
+
+    SCHEDULE = "schedule"
+    FULL = "full"
+
+
 @dataclass(frozen=True, slots=True)
 class RunSpec:
     """Everything that makes a run, but its seed. duration_s: when requests stop coming. faults: as they were said.
 
-    max_output_tokens and deadline_ms: see `AskingRules`.
+    slow_clients: of the full fidelity alone; in the other one a client reads at once.
+    max_output_tokens, deadline_ms and affinity: see `AskingRules`.
     """
 
     workload: Workload
@@ -62,9 +78,12 @@ class RunSpec:
     weights: Mapping[str, int] = field(default_factory=dict)
     outages: tuple[Outage, ...] = ()
     bursts: tuple[Burst, ...] = ()
+    slow_clients: tuple[SlowClients, ...] = ()
     faults: tuple[str, ...] = ()
+    fidelity: Fidelity = Fidelity.SCHEDULE
     max_output_tokens: Tokens = 1_024
     deadline_ms: Millis | None = None
+    affinity: bool = True
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
 
     @property
@@ -75,6 +94,7 @@ class RunSpec:
     def document(self) -> dict[str, Any]:
         """As plain values."""
         return {
+            "fidelity": self.fidelity.value,
             "workload": self.workload.label,
             "engine": self.engine.label,
             "duration_s": self.duration_s,
@@ -87,6 +107,7 @@ class RunSpec:
             "faults": list(self.faults),
             "max_output_tokens": self.max_output_tokens,
             "deadline_ms": self.deadline_ms,
+            "affinity": self.affinity,
             "queue_wait_ms": self.coordinator.queue_wait_ms,
             "queue_entries": self.coordinator.queue_entries,
         }
@@ -116,28 +137,60 @@ class _Experiment:
         clock = VirtualClock(loop)
         fleet = Fleet(clock)
         recovered = await recover(self._store, clock, self._snapshot, self._config.group_ms)
-        coordinator = Coordinator(self._parts(clock, fleet, recovered), self._snapshot)
+        parts = self._parts(clock, fleet, recovered)
+        coordinator = Coordinator(parts, self._snapshot)
         figures = Figures(window_seconds(spec.duration_s), spec.weights, lambda: loop.now_ns)
-        side = GatewaySide(loop, self._rules(), self._oversight, figures)
+        stage = (self._full if spec.fidelity is Fidelity.FULL else self._schedule)(loop, fleet, figures)
+        side, keeper = stage.side, stage.keeper
+        side.foresight = Foresight(parts.executions, coordinator.timelines, self._config.queue_bounds.door_ms_max)
         side.link = coordinator.connect(Register("gateway-1"), side)
-        making = ReplicaMaking(spec.engine, spec.concurrency, self._config.delivery_step_tokens, side)
-        keeping = Keeping(spec.replicas, spec.concurrency, spec.window_tokens, spec.noise_sigma, spec.start_s)
-        keeper = Keeper(loop, fleet, keeping, making, side, self._oversight)
         keeper.start(self._seed, spec.outages)
         async with asyncio.TaskGroup() as tasks:
             coordinating = tasks.create_task(coordinator.run())
+            serving = tasks.create_task(stage.serve())
             probing = tasks.create_task(keeper.run())
+            await asyncio.sleep(0)  # let each begin
             await _Pump(loop, side, self._arrivals(), spec.duration_s, self._on_progress).done.wait()
             while side.open:
                 side.emptied.clear()
                 await side.emptied.wait()
             await coordinator.drain(_QUIET_MS)
             probing.cancel()
+            stage.close()
+            await serving
             coordinator.close()
             await coordinating
         self._check_rest(coordinator, recovered, fleet)
         outages = [dict(zip(("at_s", "kind", "replica"), each, strict=True)) for each in keeper.happened]
         return {"seed": self._seed, **figures.document(), "outages": outages}
+
+    def _schedule(self, loop: VirtualLoop, fleet: Fleet, figures: Figures) -> "_Stage":
+        """The gateway's side is played, and replicas tell only what changes a request's course."""
+        spec = self._spec
+        side = GatewaySide(loop, self._rules(), self._oversight, figures)
+        making, steps = ReplicaMaking(spec.engine, spec.concurrency, self._config.delivery_step_tokens, side), StepClock(loop)
+
+        def make(address: ReplicaAddress, noise: Noise) -> SteppedReplica:
+            return SteppedReplica(address, making, noise, steps)
+
+        keeper = Keeper(loop, fleet, self._keeping(), spec.engine, make, self._oversight)
+        side.find = keeper.find
+        return _Stage(side, keeper)
+
+    def _full(self, loop: VirtualLoop, fleet: Fleet, figures: Figures) -> "_Stage":
+        """The gateway is the real one, and engines emit every token."""
+        spec = self._spec
+        habits = _Readers(spec.slow_clients, seeded_random(self._seed, "clients"))
+        side = WholeGateway(loop, self._rules(), self._oversight, figures, habits.of, self._seed)
+        making = TokenMaking(spec.engine, spec.concurrency, self._config.delivery_step_tokens)
+        engine = TokenEngine(loop, making, side.course_of, figures)
+        side.connect(engine)
+        keeper = Keeper(loop, fleet, self._keeping(), spec.engine, engine.add, self._oversight)
+        return _Stage(side, keeper, side.run, side.close)
+
+    def _keeping(self) -> Keeping:
+        spec = self._spec
+        return Keeping(spec.replicas, spec.concurrency, spec.window_tokens, spec.noise_sigma, spec.start_s)
 
     def _arrivals(self) -> Iterator[Arrival]:
         arrivals = self._spec.workload.arrivals(seeded_random(self._seed, "arrivals"))
@@ -153,6 +206,7 @@ class _Experiment:
             step_tokens=self._config.delivery_step_tokens,
             max_output_tokens=spec.max_output_tokens,
             deadline_ms=spec.deadline_ms,
+            affinity=spec.affinity,
         )
 
     def _parts(self, clock: VirtualClock, fleet: Fleet, recovered: Recovered) -> CoordinatorParts:
@@ -181,11 +235,55 @@ class _Experiment:
         )
 
 
+class _Side(Protocol):
+    """What asks the coordinator."""
+
+    link: CoordinatorLink
+    foresight: Foresight
+    emptied: asyncio.Event
+
+    @property
+    def open(self) -> int: ...
+
+    def ask(self, arrival: Arrival) -> None: ...
+
+    def deliver(self, message: Down) -> None: ...
+
+
+async def _nothing_to_serve() -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """The parts of a fidelity. serve: until `close`."""
+
+    side: _Side
+    keeper: Keeper[Any]
+    serve: Callable[[], Coroutine[Any, Any, None]] = _nothing_to_serve
+    close: Callable[[], None] = lambda: None
+
+
+class _Readers:
+    """How each request's client reads."""
+
+    def __init__(self, slow: Sequence[SlowClients], random: Random) -> None:
+        self._slow = slow
+        self._random = random
+
+    def of(self, arrival: Arrival) -> Habits:
+        """Drawn once per request."""
+        for each in self._slow:
+            if each.covers(arrival) and self._random.random() < each.share:
+                return Habits(bytes_per_s=each.bytes_per_s)
+        return PATIENT
+
+
 class _Pump:
     """Lets requests arrive, one timer at a time. done: set once there are no more."""
 
     def __init__(
-        self, loop: VirtualLoop, side: GatewaySide, arrivals: Iterator[Arrival], duration_s: float, on_progress: OnProgress
+        self, loop: VirtualLoop, side: _Side, arrivals: Iterator[Arrival], duration_s: float, on_progress: OnProgress
     ) -> None:
         self._loop = loop
         self._side = side
@@ -218,7 +316,9 @@ class _Pump:
 
 
 def _snapshot(spec: RunSpec) -> Snapshot:
-    revision = Revision(REVISION, EngineKind.SIMULATED, REVISION, spec.window_tokens, spec.window_tokens, 256, _PRICE)
+    revision = Revision(
+        REVISION, EngineKind.SIMULATED, REVISION, spec.window_tokens, spec.window_tokens, 256, _PRICE, chat=False
+    )
     names = spec.workload.tenants
     return Snapshot(
         version=1,

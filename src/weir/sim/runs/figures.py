@@ -13,9 +13,10 @@ from weir.core.endings import Status
 from weir.messages import GenerationRecord
 from weir.sim.runs.backlog import OUTPUT_WEIGHT, Backlog
 from weir.sim.runs.courses import Course
-from weir.units import NANOS_PER_SECOND, Nanos, Tokens, ceil_div
+from weir.sim.runs.verdicts import Door, Verdict
+from weir.units import NANOS_PER_SECOND, Millis, Nanos, Tokens, ceil_div
 
-_SHARES = ((50, "p50"), (95, "p95"), (99, "p99"))
+_SHARES = ((50, "p50"), (90, "p90"), (95, "p95"), (99, "p99"))
 _WINDOWS_S = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1_800, 3_600)
 _WINDOWS_WANTED = 240
 
@@ -23,20 +24,34 @@ _WINDOWS_WANTED = 240
 class Slice:
     """Requests of one tenant and workload class, or a sum of such."""
 
-    __slots__ = ("admitted", "ended", "met", "offered", "rejected", "tokens", "tpot_ms", "ttft_ms", "wait_ms")
+    __slots__ = (
+        "admitted",
+        "cached",
+        "ended",
+        "met",
+        "offered",
+        "rejected",
+        "tokens",
+        "tpot_ms",
+        "ttft_ms",
+        "verdict",
+        "wait_ms",
+    )
 
     def __init__(self) -> None:
-        self.offered = self.admitted = self.met = self.tokens = 0
+        self.offered = self.admitted = self.met = self.tokens = self.cached = 0
         self.rejected: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         self.ttft_ms, self.tpot_ms, self.wait_ms = array("d"), array("d"), array("d")
+        self.verdict = Verdict()
 
     def add(self, other: "Slice") -> None:
         """Sum another one in."""
-        for name in ("offered", "admitted", "met", "tokens"):
+        for name in ("offered", "admitted", "met", "tokens", "cached"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.rejected += other.rejected
         self.ended += other.ended
+        self.verdict.add(other.verdict)
         for name in ("ttft_ms", "tpot_ms", "wait_ms"):
             getattr(self, name).extend(getattr(other, name))
 
@@ -53,9 +68,20 @@ class Slice:
                 "admitted": _share(self.met, self.admitted),
             },
             "tokens": self.tokens,
+            "cached_input_tokens": self.cached,
             "ttft_ms": percentiles(self.ttft_ms),
             "tpot_ms": percentiles(self.tpot_ms),
             "queue_wait_ms": percentiles(self.wait_ms),
+            "door": self._door(),
+        }
+
+    def _door(self) -> dict[str, Any]:
+        verdict = self.verdict
+        return {
+            "wrongly_refused": {"requests": verdict.refused, "offered": _share(verdict.refused, self.offered)},
+            "wrongly_admitted": {"requests": verdict.admitted, "admitted": _share(verdict.admitted, self.admitted)},
+            "waits_foreseen": len(verdict.wait_error_ms),
+            "wait_error_ms": percentiles(verdict.wait_error_ms),
         }
 
 
@@ -85,6 +111,7 @@ class Figures:
         self._slices: defaultdict[tuple[str, str], Slice] = defaultdict(Slice)
         self._dispatches: Counter[str] = Counter()
         self._backlog = Backlog(weights)
+        self._door = Door(now_ns)
         self._retries = 0
         self._first_ns: Nanos | None = None
         self._last_ns: Nanos = 0
@@ -103,14 +130,18 @@ class Figures:
         self._slice(course).offered += 1
         self._first_ns = course.arrived_ns if self._first_ns is None else self._first_ns
 
-    def admitted(self, course: Course) -> None:
-        """It was admitted."""
+    def admitted(self, course: Course, predicted_wait_ms: Millis) -> None:
+        """It was admitted with this prediction."""
         self._slice(course).admitted += 1
+        self._door.admitted(course.ref, predicted_wait_ms)
 
-    def rejected(self, course: Course, code: str) -> None:
-        """It was refused at the door."""
-        self._slice(course).rejected[code] += 1
+    def rejected(self, course: Course, code: str, allowed_ms: Millis | None = None) -> None:
+        """It was refused at the door. allowed_ms: how long it might have waited; None where it was not refused for its wait."""
+        found = self._slice(course)
+        found.rejected[code] += 1
         self._refuse(code)
+        if allowed_ms is not None:
+            self._door.refused(course.arrival.tenant, course.arrived_ns, allowed_ms, found.verdict)
 
     def _refuse(self, code: str) -> None:
         self._last_ns = self._now_ns()
@@ -124,7 +155,10 @@ class Figures:
         """It is dispatched, for the first or second time."""
         self._dispatches[replica] += 1
         if course.granted_ns is None:
-            self._slice(course).wait_ms.append((now_ns - course.arrived_ns) / 1e6)
+            found = self._slice(course)
+            found.wait_ms.append((now_ns - course.arrived_ns) / 1e6)
+            self._door.waited(course.ref, found.verdict)
+            self._door.started(course.arrival.tenant, course.arrived_ns)
         else:
             self._retries += 1
 
@@ -137,6 +171,10 @@ class Figures:
         if input_tokens:
             self._input[window] += input_tokens
         self._output[window] += output_tokens
+
+    def cached(self, course: Course, input_tokens: Tokens) -> None:
+        """So much of its input a replica found and did not compute, though `computed` counts it."""
+        self._slice(course).cached += input_tokens
 
     def handed(self, course: Course) -> None:
         """Its client got the first output."""
@@ -154,7 +192,9 @@ class Figures:
             found.ended[f"{record.status.value}/{record.finish_reason.value}"] += 1
             if course.granted_ns is None:
                 found.wait_ms.append((self._last_ns - course.arrived_ns) / 1e6)
+                self._door.waited(course.ref, found.verdict)
                 self._refuse(record.finish_reason.value)
+            found.verdict.admitted += record.status is Status.EXPIRED and course.handed_ns is None
             return
         found.ended[Status.COMPLETED.value] += 1
         ttft_ms, tpot_ms = course.ttft_ms, course.tpot_ms
@@ -177,6 +217,7 @@ class Figures:
             "total": total.document(),
             "classes": self._by(1),
             "tenants": self._by(0),
+            "all_but_largest": self._all_but_largest(),
             "fairness_gap": {
                 "tokens": round(self._backlog.gap, 3),
                 "between": list(self._backlog.between or ()),
@@ -197,6 +238,14 @@ class Figures:
     def _by(self, part: int) -> dict[str, Any]:
         names = sorted({key[part] for key in self._slices})
         return {name: self._sum(key for key in self._slices if key[part] == name).document() for name in names}
+
+    def _all_but_largest(self) -> dict[str, Any]:
+        """What whoever asks most leaves to the others."""
+        offered: Counter[str] = Counter()
+        for (tenant, _), found in sorted(self._slices.items()):
+            offered[tenant] += found.offered
+        largest = max(offered, key=offered.__getitem__, default=None)
+        return {"largest": largest, **self._sum(key for key in self._slices if key[0] != largest).document()}
 
     def _windows(self) -> dict[str, Any]:
         number = self._last_ns // self._window_ns + 1

@@ -38,14 +38,15 @@ from weir.ports import CoordinatorLink
 from weir.sim.runs.arrivals import Arrival
 from weir.sim.runs.courses import Course
 from weir.sim.runs.figures import Figures
+from weir.sim.runs.foresight import Foresight
 from weir.sim.runs.oversight import Oversight
+from weir.sim.runs.prompt_blocks import BYTES_PER_TOKEN, prefix_of
 from weir.sim.runs.stepper import Run, SteppedReplica
 from weir.sim.virtual_loop import VirtualLoop
 from weir.units import NANOS_PER_SECOND, Millis, Nanos, Tokens, ns_from_ms
 
 ALIAS, APPLICATION, KEY, REVISION, POOL = "assistant", "app", "key", "revision", "pool"
 """The one model of a run, and how each tenant asks for it."""
-_BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class AskingRules:
     """How requests are asked for. window_tokens: input and output at most; step_tokens: of a delivery step.
 
     max_output_tokens: asked for at most, its output where that is longer; deadline_ms: None for the workload class's own.
+    affinity: whether the coordinator is told how prompts begin.
     """
 
     classes: tuple[WorkloadClass, ...]
@@ -60,12 +62,14 @@ class AskingRules:
     step_tokens: Tokens
     max_output_tokens: Tokens
     deadline_ms: Millis | None
+    affinity: bool = True
 
 
 class GatewaySide:
-    """Inbox of the coordinator's messages, and listener of the replicas. link and find are set before the first request."""
+    """Inbox of the coordinator's messages, and listener of the replicas. link, find and foresight are set at the start."""
 
     link: CoordinatorLink
+    foresight: Foresight
     find: Callable[[str], SteppedReplica]
 
     def __init__(self, loop: VirtualLoop, rules: AskingRules, oversight: Oversight, figures: Figures) -> None:
@@ -120,7 +124,7 @@ class GatewaySide:
 
     def _acquire_of(self, course: Course, deadline_ms: Millis) -> Acquire:
         ref, arrival = course.ref, course.arrival
-        name = f"r{ref}"
+        name, size = _request_id(ref), BYTES_PER_TOKEN * arrival.input_tokens
         return Acquire(
             ref=ref,
             request_id=name,
@@ -138,11 +142,12 @@ class GatewaySide:
             stream=True,
             input_tokens=arrival.input_tokens,
             input_basis=InputBasis.EXACT,
-            input_bytes=_BYTES_PER_TOKEN * arrival.input_tokens,
+            input_bytes=size,
             max_output_tokens=course.max_output_tokens,
             choices=1,
             deadline_left_ms=deadline_ms,
             waited_ns=0,
+            prefix=prefix_of(arrival.tenant, arrival.blocks, size) if self._rules.affinity else (),
         )
 
     def _watch_backlog(self, course: Course) -> None:
@@ -194,12 +199,13 @@ class GatewaySide:
     def _on_admitted(self, course: Course, message: Admitted) -> None:
         self._oversight.admitted(course)
         course.is_admitted = True
-        self._figures.admitted(course)
+        self._figures.admitted(course, self.foresight.wait_ms(course.arrival.tenant, _request_id(course.ref)))
 
     def _on_rejected(self, course: Course, message: Rejected) -> None:
         self._oversight.ended(course, admitted=False)
         course.is_over = course.is_ended = True
-        self._figures.rejected(course, message.code)
+        allowed_ms = self.foresight.allowed_ms(course.arrival.tenant, _request_id(course.ref), message)
+        self._figures.rejected(course, message.code, allowed_ms)
         self._forget(course)
 
     def _on_granted(self, course: Course, message: Granted) -> None:
@@ -257,6 +263,7 @@ class GatewaySide:
         if tokens == 1:
             course.first_ns = self._loop.now_ns
             self._figures.computed(course, course.arrival.input_tokens, 1)
+            self._figures.cached(course, run.cached_tokens or 0)
             self._hand_out(course)
         else:
             self._figures.computed(course, 0, self._rules.step_tokens)
@@ -342,7 +349,7 @@ class GatewaySide:
             attempt=course.attempt,
             reason=reason,
             delivered_tokens=min(emitted, course.booked) if course.handed_ns is not None else 0,
-            usage=AttemptUsage(course.arrival.input_tokens, 0, emitted, Basis.ENGINE),
+            usage=AttemptUsage(course.arrival.input_tokens, run.cached_tokens or 0, emitted, Basis.ENGINE),
             ttft_ms=course.ttft_ms,
             tpot_ms=course.tpot_ms,
         )
@@ -363,3 +370,7 @@ class GatewaySide:
         if confirmed:
             self._oversight.lane_freed(run.replica.name, run.lane)
         self.link.send(Stopped(run.course.ref, run.attempt, stop_ms, confirmed))
+
+
+def _request_id(ref: int) -> str:
+    return f"r{ref}"

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from weir.engines.simulated_batch import Step
+from weir.engines.simulated_batch import SimulatedBatch, Step
 from weir.engines.step_time import Preset, Row, StepTime, step_time
+from weir.messages import ReplicaPace
 from weir.sim.runs.terms import Terms, number, refused
 from weir.units import Tokens
 
 _OPTION = "--engine"
 _UNBOUNDED: Tokens = 2**31 - 1
 _STEP_TOKENS: Tokens = 8_192
+_WARM_UP_INPUT: tuple[Tokens, Tokens] = (8, 2_000)
+_WARM_UP_OUTPUT: Tokens = 4
 _BARE = Preset(0.0, 0.0, 0.0)
 
 Pace = Callable[[Step], float]
@@ -76,3 +79,27 @@ def _calibrated(terms: Terms) -> StepTime:
         return step_time(terms.name, terms.take("preset", "nominal"))
     except LookupError as unknown:
         raise refused(_OPTION, terms.text, f"flat:RATE, linear:a=MS,…, or a row and preset ({unknown.args[0]})") from None
+
+
+def warmed_up(engine: EngineModel) -> ReplicaPace:
+    """How fast an idle replica is, from a short and a long prompt, as control measures it: without noise."""
+    short, long = _WARM_UP_INPUT
+    long = max(short + 1, min(long, engine.step_time.row.kv_tokens // 4))
+    short_ms, later_ms = _alone_ms(engine, short)
+    input_ms = (_alone_ms(engine, long)[0] - short_ms) / (long - short)
+    return ReplicaPace(short_ms - short * input_ms, input_ms, later_ms / (_WARM_UP_OUTPUT - 1))
+
+
+def _alone_ms(engine: EngineModel, input_tokens: Tokens) -> tuple[float, float]:
+    """What a request alone takes to its first output, and from there to its last."""
+    batch, pace = SimulatedBatch(engine.step_time, 1), engine.pace
+    batch.submit(0, input_tokens, _WARM_UP_OUTPUT)
+    first_ms = later_ms = 0.0
+    emitted: Tokens = 0
+    while (step := batch.schedule()) is not None:  # ends with its last output
+        if emitted:
+            later_ms += pace(step)
+        else:
+            first_ms += pace(step)
+        emitted += len(batch.complete(step).emitted)
+    return first_ms, later_ms

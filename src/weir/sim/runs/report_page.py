@@ -22,6 +22,15 @@ COLUMNS = (
     "good/admitted",
     "tokens",
 )
+DOOR_COLUMNS = (
+    "wrongly refused",
+    "of offered",
+    "wrongly admitted",
+    "of admitted",
+    "waits foreseen",
+    "wait error ms p50",
+    "error p95",
+)
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
@@ -47,6 +56,20 @@ def figures_of(part: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def door_figures_of(part: Mapping[str, Any]) -> list[str]:
+    """One row of DOOR_COLUMNS, as text, of a total, a workload class or a tenant."""
+    door = part["door"]
+    refused, admitted = door["wrongly_refused"], door["wrongly_admitted"]
+    return [
+        f"{refused['requests']:,}",
+        _percent(refused["offered"]),
+        f"{admitted['requests']:,}",
+        _percent(admitted["admitted"]),
+        f"{door['waits_foreseen']:,}",
+        *(_ms(door["wait_error_ms"], name) for name in ("p50", "p95")),
+    ]
+
+
 def _ms(found: Mapping[str, float] | None, name: str) -> str:
     return f"{found[name]:,.1f}" if found else "–"
 
@@ -63,6 +86,8 @@ def page_of(result: Mapping[str, Any]) -> str:
         _table(("setting", "value"), ([name, _shown(value)] for name, value in result["spec"].items())),
         "<h2>Each seed</h2>",
         _table(("seed", *COLUMNS, "tokens/s", "fairness gap"), (_seed_row(run) for run in runs)),
+        "<h2>The door</h2>",
+        _table(("seed", *DOOR_COLUMNS), ([str(run["seed"]), *door_figures_of(run["total"])] for run in runs)),
     ]
     for run in runs[:1]:
         parts += [
@@ -72,6 +97,8 @@ def page_of(result: Mapping[str, Any]) -> str:
             _table(("class", *COLUMNS), ([name, *figures_of(part)] for name, part in run["classes"].items())),
             "<h2>By tenant</h2>",
             _table(("tenant", *COLUMNS), ([name, *figures_of(part)] for name, part in run["tenants"].items())),
+            "<h2>The door, by tenant</h2>",
+            _table(("tenant", *DOOR_COLUMNS), ([name, *door_figures_of(part)] for name, part in run["tenants"].items())),
             "<h2>Refusals and ends</h2>",
             _table(("what", "requests"), _ends(run["total"])),
         ]

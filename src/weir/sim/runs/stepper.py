@@ -8,17 +8,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from weir.core.endings import FinishReason
 from weir.engines.simulated_batch import SimulatedBatch, Step
 from weir.messages import ReplicaAddress
 from weir.sim.runs.courses import Course
 from weir.sim.runs.paces import EngineModel
+from weir.sim.runs.prompt_blocks import engine_keys
 from weir.sim.runs.step_clock import StepClock
 from weir.units import NANOS_PER_MILLI, Nanos, Tokens
 
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """One attempt in a batch. cancelled_ns: since when its engine is to stop."""
+    """One attempt in a batch. cancelled_ns: since when its engine is to stop.
+
+    cached_tokens: of its prompt, found in the replica's prefix cache as it started; None until then.
+    """
 
     course: Course
     attempt: int
@@ -27,6 +32,7 @@ class Run:
     sequence: int
     since_ns: Nanos
     cancelled_ns: Nanos | None = None
+    cached_tokens: Tokens | None = None
 
 
 class EngineListener(Protocol):
@@ -43,6 +49,22 @@ class EngineListener(Protocol):
     def on_left(self, run: Run) -> None:
         """A cancelled run is in the batch no more."""
         ...
+
+    def fail(self, run: Run, reason: FinishReason) -> None:
+        """The replica broke off, or is silent for too long."""
+        ...
+
+    def give_up(self, run: Run) -> None:
+        """A cancelled run's stop is not confirmed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SilenceBounds:
+    """How long the engine's client waits for further output, and for the confirmation of a stop."""
+
+    idle_ns: Nanos
+    stop_ns: Nanos
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +106,9 @@ class SteppedReplica:
         run = Run(course, course.attempt, lane, self, self._submitted, self._clock.now_ns)
         self.runs[run.sequence] = run
         assert len(self.runs) <= self._concurrency, f"{self.name} runs more than its concurrency"
-        self._batch.submit(run.sequence, course.arrival.input_tokens, course.arrival.output_tokens)
+        asked = course.arrival
+        keys = engine_keys(asked.blocks)
+        self._batch.submit(run.sequence, asked.input_tokens, asked.output_tokens, keys, asked.tenant)
         self._continue()
         return run
 
@@ -108,11 +132,28 @@ class SteppedReplica:
         self.is_stalled = False
         self._continue()
 
-    def lose(self) -> list[Run]:
-        """Everything in it is gone at once; what it ran."""
+    @property
+    def load(self) -> int:
+        """Requests that it runs."""
+        return len(self.runs)
+
+    def break_off(self) -> None:
+        """Everything in it is gone at once, and whoever listens hears so."""
         self.is_stalled = True
         lost, self.runs = list(self.runs.values()), {}
-        return lost
+        for run in lost:
+            self._listener.fail(run, FinishReason.REPLICA_LOST)
+        for run in lost:
+            self._listener.give_up(run)
+
+    def look(self, bounds: SilenceBounds) -> None:
+        """While it is stalled: fail what is silent for too long, and give up on what was cancelled and does not stop."""
+        now_ns = self._clock.now_ns
+        for run in list(self.runs.values()):
+            if run.cancelled_ns is not None and now_ns - run.cancelled_ns >= bounds.stop_ns:
+                self._listener.give_up(run)
+            elif run.cancelled_ns is None and now_ns - max(run.since_ns, self.stepped_ns) >= bounds.idle_ns:
+                self._listener.fail(run, FinishReason.STALLED)
 
     def _continue(self) -> None:
         if not self._is_woken and not self.is_stalled:
@@ -132,7 +173,15 @@ class SteppedReplica:
         step = self._step = self._batch.schedule()
         if step is not None:
             self._is_woken = True
+            self._note_cached(step)
             self._clock.after(round(self._noise(self._pace(step)) * NANOS_PER_MILLI), self._complete)
+
+    def _note_cached(self, step: Step) -> None:
+        """What was found as a run started; what it finds of its own, starting over, is nobody's gain."""
+        for sequence, cached_tokens in step.started:
+            run = self.runs[sequence]
+            if run.cached_tokens is None:
+                run.cached_tokens = cached_tokens
 
     def _complete(self) -> None:
         self._is_woken = False

@@ -4,7 +4,8 @@ A file is read twice: once to check every row and to know its tenants and its en
 trace lies in this project; the folder is the reader's.
 
     NAME.csv[.gz]    t_s, input_tokens, output_tokens, and perhaps tenant or client
-    NAME.jsonl[.gz]  timestamp (ms, in ticks of 3 s that many requests share), input_length, output_length
+    NAME.jsonl[.gz]  timestamp (ms, in ticks of 3 s that many requests share), input_length, output_length, and perhaps
+                     hash_ids (of the prompt's 512-token blocks), from which its tenant follows
 """
 
 import csv
@@ -16,8 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from weir.sim.runs.arrivals import TOKENS_MAX, Arrival
+from weir.sim.runs.prompt_blocks import session_tenant
 from weir.sim.runs.terms import refused
 
 _TICK_S = 3.0
@@ -106,13 +109,20 @@ def _smeared(lines: io.TextIOBase, random: Random) -> Iterator[Arrival]:
     """Requests of one tick are spread evenly over it, at most until the next one."""
     tick: list[Arrival] = []
     for line in lines:
-        row = json.loads(line)
-        arrival = Arrival(row["timestamp"] / 1e3, _ALONE, int(row["input_length"]), int(row["output_length"]))
+        arrival = _recorded(json.loads(line))
         if tick and arrival.at_s != tick[0].at_s:
             yield from _spread(tick, min(_TICK_S, arrival.at_s - tick[0].at_s), random)
             tick = []
         tick.append(arrival)
     yield from _spread(tick, _TICK_S, random)
+
+
+def _recorded(row: dict[str, Any]) -> Arrival:
+    blocks = tuple(row.get("hash_ids", ()))
+    if not all(type(block) is int for block in blocks):
+        raise ValueError("an id of a block is no integer")
+    tenant = session_tenant(blocks) if blocks else _ALONE
+    return Arrival(row["timestamp"] / 1e3, tenant, int(row["input_length"]), int(row["output_length"]), blocks)
 
 
 def _spread(tick: list[Arrival], length_s: float, random: Random) -> Iterator[Arrival]:

@@ -1,0 +1,77 @@
+"""What a replica has room for beside its lanes: tokens in its KV memory, and prompt tokens that it has still to read.
+
+KV tokens are reserved at dispatch, input and expected output, and corrected as the answer grows beyond that. Prompt tokens
+queue until the first output; how many may be before a request depends on its class, and its own do not count, or a long one
+would wait for ever. Own counts are the truth: nothing here waits for an engine's metrics. A replica that runs nothing takes
+whatever comes, so that no figure can lock it.
+"""
+
+from dataclasses import dataclass
+
+from weir.units import Bytes, Millis, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a request takes of a replica. kv_tokens: its input and expected output. prefix: digests of its beginnings.
+
+    prefix_bytes: of the whole input. backlog_ms: how long the prompts before it may take to be read; None: no bound.
+    """
+
+    kv_tokens: Tokens = 0
+    input_tokens: Tokens = 0
+    prefix: tuple[bytes, ...] = ()
+    prefix_bytes: Bytes = 0
+    backlog_ms: Millis | None = None
+
+
+NOTHING = Need()
+
+
+class Room:
+    """Of one replica. kv_tokens_max, and input_ms: to read a prompt token; None while unknown, which bounds nothing."""
+
+    __slots__ = ("_kv_tokens", "_prefills", "input_ms", "kv_tokens", "kv_tokens_max", "prefill_tokens")
+
+    def __init__(self) -> None:
+        self.kv_tokens_max: Tokens | None = None
+        self.input_ms: float | None = None
+        self.kv_tokens: Tokens = 0
+        self.prefill_tokens: Tokens = 0
+        self._kv_tokens: dict[int, Tokens] = {}  # by lane
+        self._prefills: dict[int, Tokens] = {}  # of lanes without output
+
+    def holds(self, kv_tokens: Tokens) -> bool:
+        """Whether the memory has room for so many more, or nothing is in it."""
+        return not self._kv_tokens or self.kv_tokens_max is None or self.kv_tokens + kv_tokens <= self.kv_tokens_max
+
+    def fits(self, need: Need) -> bool:
+        """Whether this may start beside what runs."""
+        if not self.holds(need.kv_tokens):
+            return False
+        if not self.prefill_tokens or self.input_ms is None or need.backlog_ms is None:
+            return True
+        return self.prefill_tokens * self.input_ms < need.backlog_ms
+
+    def take(self, lane: int, kv_tokens: Tokens, prefill_tokens: Tokens) -> None:
+        """A request starts on this lane."""
+        self._kv_tokens[lane] = kv_tokens
+        self._prefills[lane] = prefill_tokens
+        self.kv_tokens += kv_tokens
+        self.prefill_tokens += prefill_tokens
+
+    def prefilled(self, lane: int) -> None:
+        """Its first output exists."""
+        self.prefill_tokens -= self._prefills.pop(lane, 0)
+
+    def grew(self, lane: int, kv_tokens: Tokens) -> None:
+        """Input and output are so many tokens by now; less than was reserved changes nothing."""
+        more = kv_tokens - self._kv_tokens[lane]
+        if more > 0:
+            self._kv_tokens[lane] = kv_tokens
+            self.kv_tokens += more
+
+    def free(self, lane: int) -> None:
+        """The lane is free again."""
+        self.prefilled(lane)
+        self.kv_tokens -= self._kv_tokens.pop(lane)

@@ -1,0 +1,130 @@
+"""What a pool's sums of lanes say through any life of its replicas, and what adapting to a pace leaves of their lanes."""
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from weir.core.endings import FinishReason
+from weir.core.routing.concurrency import QUIET_NS
+from weir.core.routing.replica import IllegalReplicaTransition, Lanes, Replica, ReplicaEvent, ReplicaLimits, ReplicaState
+from weir.units import ns_from_ms
+
+SIZES = (1, 3, 8)
+ONE = st.integers(0, len(SIZES) - 1)
+
+
+class LanesMachine(RuleBasedStateMachine):
+    """Three replicas of one pool, and whatever may happen to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = Lanes()
+        self.replicas = [Replica(f"r{size}", "pool", ReplicaLimits(size, 1), 100, self.sums) for size in SIZES]
+        self.running: list[tuple[Replica, int]] = []
+        self.now_ns = 0
+
+    @rule(one=ONE, event=st.sampled_from([*ReplicaEvent, *4 * [ReplicaEvent.ANSWERED]]))
+    def happen(self, one: int, event: ReplicaEvent) -> None:
+        """A change of state, or a refused one."""
+        replica = self.replicas[one]
+        before = replica.state
+        try:
+            replica.advance(event)
+        except IllegalReplicaTransition:
+            assert replica.state is before
+
+    @rule(one=ONE, wait_ms=st.sampled_from([0, 50, 200, 120_000]))
+    def answer(self, one: int, wait_ms: int) -> None:
+        """A probe is answered, after a while."""
+        self.now_ns += ns_from_ms(wait_ms)
+        if self.replicas[one].state not in (ReplicaState.STOPPED, ReplicaState.FAILED):
+            self.replicas[one].answered(self.now_ns)
+
+    @rule(one=ONE)
+    def take(self, one: int) -> None:
+        """A lane, if there is one."""
+        replica = self.replicas[one]
+        if replica.free:
+            self.running.append((replica, replica.take_lane(10, 5)))
+
+    @rule(which=st.integers(0, 11))
+    def speak(self, which: int) -> None:
+        """First output of what runs."""
+        if self.running:
+            replica, lane = self.running[which % len(self.running)]
+            replica.showed_output(lane)
+
+    @rule(which=st.integers(0, 11), reason=st.sampled_from([FinishReason.STOP, FinishReason.STALLED, FinishReason.DISCONNECT]))
+    def end(self, which: int, reason: FinishReason) -> None:
+        """What runs ends, wherever its replica is in its life."""
+        if self.running:
+            replica, lane = self.running.pop(which % len(self.running))
+            replica.attempt_ended(lane, reason, self.now_ns, showed_output=True)
+            replica.free_lane(lane)
+
+    @rule(one=ONE, ratio=st.sampled_from([0.5, 2.0]), answers=st.integers(1, 30))
+    def adapt(self, one: int, ratio: float, answers: int) -> None:
+        """Answers are in time or late."""
+        for _ in range(answers):
+            self.replicas[one].answered_at(ratio, self.now_ns, self.now_ns)
+
+    @invariant()
+    def each_offers_what_its_state_and_pace_allow(self) -> None:
+        """A ready one its allowed lanes less those taken, never below none; a half-open one a single one; others nothing."""
+        for replica in self.replicas:
+            assert replica.running == sum(other is replica for other, _ in self.running)
+            assert 1 <= replica.allowed <= replica.limits.concurrency
+            assert replica.room.kv_tokens == 10 * replica.running
+            match replica.state:
+                case ReplicaState.READY:
+                    assert (replica.usable, replica.free) == (replica.allowed, max(0, replica.allowed - replica.running))
+                case ReplicaState.HALF_OPEN:
+                    assert replica.usable == 1 and 0 <= replica.free <= 1
+                case _:
+                    assert (replica.usable, replica.free) == (0, 0)
+
+    @invariant()
+    def the_pool_is_the_sum_of_its_replicas(self) -> None:
+        """However lanes came and went."""
+        assert self.sums.usable == sum(replica.usable for replica in self.replicas)
+        assert self.sums.free == sum(replica.free for replica in self.replicas)
+
+
+TestLanesMachine = LanesMachine.TestCase
+
+
+def test_a_limit_below_what_runs_takes_nothing_away_and_offers_nothing() -> None:
+    """Protects what runs: late answers lower the limit, running requests stay, and lanes return to use as they end."""
+    sums = Lanes()
+    replica = Replica("r", "pool", ReplicaLimits(10, 2), sums=sums)
+    replica.answered(0)
+    lanes = [replica.take_lane() for _ in range(10)]
+    for _ in range(2):
+        replica.answered_at(2.0, 1, 5)
+    assert (replica.allowed, replica.running, replica.free, replica.usable) == (8, 10, 0, 8)
+    assert (sums.usable, sums.free) == (8, 0)
+    for lane in lanes[:3]:
+        replica.free_lane(lane)
+    assert (replica.free, sums.free) == (1, 1)
+
+
+def test_a_probe_after_a_quiet_time_gives_a_lane_back() -> None:
+    """Protects an idle replica from an old limit: once nothing was heard for long, a probe that is answered raises it."""
+    replica = Replica("r", "pool", ReplicaLimits(10, 2))
+    replica.answered(0)
+    for _ in range(10):
+        replica.take_lane()
+    for _ in range(2):
+        replica.answered_at(2.0, 1, 5)
+    replica.answered(QUIET_NS // 2)
+    assert replica.allowed == 8
+    replica.answered(2 * QUIET_NS)
+    assert replica.allowed == 9
+
+
+def test_without_a_least_nothing_adapts() -> None:
+    """Protects fleets whose lanes are to stay as configured: late answers change nothing."""
+    replica = Replica("r", "pool", ReplicaLimits(10))
+    replica.answered(0)
+    for _ in range(100):
+        replica.answered_at(9.0, 1, 5)
+    assert (replica.allowed, replica.free) == (10, 10)
