@@ -93,7 +93,7 @@ class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """First output was handed to the client, or more delivery is wanted. delivered_max: the next step wanted, or None.
 
-    has_output: the engine's first output came, of an answer that is not streamed and is handed over whole.
+    has_output: the engine's first output came, and is not handed out yet: it waits for a durable step, or for the whole answer.
     """
 
     ref: int

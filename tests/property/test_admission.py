@@ -167,8 +167,10 @@ def door(wait_ms: int = 0, **times: int) -> Door:
         (door(least_ms=500), 501, None, None),
         (door(least_ms=500), -5, "deadline_infeasible", None),
         (door(prefill_ms=600, least_ms=500), 600, "deadline_unmeetable_now", 1),
-        (door(100, prefill_ms=200, decode_ms=300, least_ms=50), 600, "deadline_unmeetable_now", 1),
-        (door(100, prefill_ms=200, decode_ms=300, least_ms=50), 601, None, None),
+        (door(100, prefill_ms=200, decode_ms=300, idle_ms=599, least_ms=50), 600, "deadline_unmeetable_now", 1),
+        (door(100, prefill_ms=200, decode_ms=300, idle_ms=600, least_ms=50), 600, None, None),
+        (door(100, prefill_ms=200, decode_ms=300, idle_ms=600, least_ms=50), 300, "deadline_unmeetable_now", 1),
+        (door(100, prefill_ms=200, decode_ms=300, idle_ms=350, least_ms=50), 601, None, None),
         (door(100, prefill_ms=200, least_ms=50), 301, None, None),
     ],
 )
@@ -182,7 +184,13 @@ def test_the_door(door: Door, deadline_ms: int, code: str | None, retry_after_ms
 
 
 millis = st.integers(0, 3_000)
-all_times = st.builds(lambda least, queued, decode: Times(least + queued, decode, least), millis, millis, millis)
+all_times = st.builds(
+    lambda least, queued, decode, idle: Times(least + queued, decode, least + min(idle, decode), least),
+    millis,
+    millis,
+    millis,
+    millis,
+)
 
 
 @given(all_times, millis, st.integers(-100, 9_000))
@@ -199,27 +207,35 @@ def test_a_refusal_for_good_is_one_that_no_wait_would_cure(times: Times, wait_ms
 
 @given(all_times, millis, st.integers(1, 9_000))
 def test_the_door_opens_when_it_says(times: Times, wait_ms: int, deadline_ms: int) -> None:
-    """Protects Retry-After: once the wait is that much shorter, or with a deadline that much longer, it is let in."""
+    """Protects Retry-After: once the wait is that much shorter, or with a deadline that much longer, it is let in.
+
+    Not by a deadline that is longer in so far as the rest of the answer counts then, which it did not before.
+    """
     now = replace(OPEN_DOOR, predicted_wait_ms=wait_ms, times=times)
     refusal = door_refusal(now, deadline_ms)
     if refusal is None or refusal.code != "deadline_unmeetable_now":
         return
     late_ms = refusal.retry_after_ms
     assert late_ms is not None and late_ms >= 1
-    assert refusal.members["predicted_ms"] == deadline_ms + late_ms - 1 == wait_ms + times.prefill_ms + times.decode_ms
+    assert refusal.members["predicted_ms"] == deadline_ms + late_ms - 1 == wait_ms + times.total_ms(deadline_ms)
     if late_ms <= wait_ms:
         assert door_refusal(replace(now, predicted_wait_ms=wait_ms - late_ms), deadline_ms) is None
         assert door_refusal(replace(now, predicted_wait_ms=wait_ms - late_ms + 1), deadline_ms) is not None
-    assert door_refusal(now, deadline_ms + late_ms) is None
-    assert door_refusal(now, deadline_ms + late_ms - 1) is not None
+    if (times.idle_ms < deadline_ms) == (times.idle_ms < deadline_ms + late_ms):
+        assert door_refusal(now, deadline_ms + late_ms) is None
+        assert door_refusal(now, deadline_ms + late_ms - 1) is not None
 
 
 @given(all_times, millis, st.integers(1, 9_000), st.integers(0, 9_000), millis)
 def test_more_time_or_a_shorter_wait_never_turns_an_admission_into_a_refusal(
     times: Times, wait_ms: int, deadline_ms: int, more_ms: int, less_ms: int
 ) -> None:
-    """Protects callers that are patient: whoever has more time, or comes when less waits, is admitted as well."""
+    """Protects callers that are patient: whoever has more time, or comes when less waits, is admitted as well.
+
+    Unless the expected answer would fit an idle replica with that time, and did not before: then all of it has to fit.
+    """
     now = replace(OPEN_DOOR, predicted_wait_ms=wait_ms, times=times)
     if door_refusal(now, deadline_ms) is None:
-        assert door_refusal(now, deadline_ms + more_ms) is None
+        if (times.idle_ms < deadline_ms) == (times.idle_ms < deadline_ms + more_ms):
+            assert door_refusal(now, deadline_ms + more_ms) is None
         assert door_refusal(replace(now, predicted_wait_ms=max(0, wait_ms - less_ms)), deadline_ms) is None

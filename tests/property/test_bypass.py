@@ -265,17 +265,23 @@ def test_a_queue_of_second_attempts_alone_is_passed_without_a_count() -> None:
         pool.end(0)
 
 
-def test_only_a_few_heads_are_looked_at() -> None:
-    """Protects the loop: behind five heads that fit nowhere nobody is asked, however many flows there are."""
+def test_heads_that_fit_nowhere_hide_nobody_behind_them() -> None:
+    """Protects small requests: whoever asks for as much as one that fits nowhere is not asked for, up to a bound of flows."""
     pool = Pool([replica()])
     pool.push("first", 5)
     pool.started(1)
-    for number in range(5):
-        pool.push(f"large-{number}", 9)
-    pool.push("small", 1)
+    for number in range(31):
+        pool.push(f"large-{number:02d}", 9)
+    small = pool.push("small", 1)
+    assert pool.started(1) == [small]
+    pool.end(1)
+    for number in range(31, 36):
+        pool.push(f"large-{number:02d}", 9)
+    small = pool.push("small", 1)
     assert pool.started(1) == []
-    assert pool.queues[0].remove("large-2", 4)
-    assert pool.started(1) == [7]
+    for number in range(4):
+        assert pool.queues[0].remove(f"large-{number:02d}", 2 + number)
+    assert pool.started(1) == [small]
 
 
 def test_who_cuts_in_and_leaves_does_not_reset_the_count() -> None:

@@ -194,16 +194,17 @@ def paced_domain() -> Domain:
 def test_without_a_warm_up_only_what_was_measured_counts() -> None:
     """Protects callers of a pool whose pace is unknown: no deadline is called infeasible, and nothing is assumed."""
     stand = Stand()
-    assert stand.domain.times(Need(200, 100), 0, 0, is_idle=False) == Times()
+    assert stand.domain.times(Need(200, 100), 0, 0) == Times()
     stand.domain.showed_output(stand.started(), SECOND, 0)
-    assert stand.domain.times(Need(200, 100), 0, 0, is_idle=False) == Times(prefill_ms=1_000)
+    assert stand.domain.times(Need(200, 100), 0, 0) == Times(prefill_ms=1_000)
 
 
 def test_an_idle_replicas_times() -> None:
-    """Protects the door: what some replica holds is not read, and while one is idle no expected length refuses anybody."""
+    """Protects the door: what some replica holds is not read, and neither doubt nor an upper bound refuses for good."""
     domain = paced_domain()
-    assert domain.times(Need(200, 100), 60, 0, is_idle=True) == Times(prefill_ms=40, decode_ms=0, least_ms=40)
-    assert domain.times(Need(200, 100), 0, 0, is_idle=False) == Times(prefill_ms=70, decode_ms=990, least_ms=70)
+    assert domain.times(Need(200, 100), 60, 0) == Times(40, 990, 1_030, 20)
+    assert domain.times(Need(200, 100), 0, 0) == Times(70, 990, 1_060, 35)
+    assert domain.times(Need(200, 100), 0, 0, is_exact=False) == Times(70, 990, 1_060, 0)
 
 
 def test_measured_answers_make_the_expected_time_and_leave_the_best_case() -> None:
@@ -215,9 +216,9 @@ def test_measured_answers_make_the_expected_time_and_leave_the_best_case() -> No
     domain.showed_output(execution, SECOND, 0)
     target_ms = execution.workload.tpot_target_ms
     assert domain.pace_of_answer(execution, 0) == 40.0 / target_ms
-    assert domain.times(Need(105, 5), 0, 0, is_idle=False) == Times(1_000, 99 * 40, 22)
-    assert domain.times(Need(200, 100), 0, 0, is_idle=False) == Times(1_047, 99 * 40, 70), "more is read as an idle one reads"
-    assert domain.times(Need(200, 100), 0, 600 * SECOND, is_idle=False) == Times(70, 990, 70)
+    assert domain.times(Need(105, 5), 0, 0) == Times(1_000, 99 * 40, 22 + 990, 11)
+    assert domain.times(Need(200, 100), 0, 0) == Times(1_047, 99 * 40, 70 + 990, 35), "more is read as an idle one reads"
+    assert domain.times(Need(200, 100), 0, 600 * SECOND) == Times(70, 990, 1_060, 35)
 
 
 def test_what_was_measured_faster_than_the_warm_up_is_no_infeasible_deadline() -> None:
@@ -225,8 +226,8 @@ def test_what_was_measured_faster_than_the_warm_up_is_no_infeasible_deadline() -
     stand = Stand()
     stand.domain = paced_domain()
     stand.domain.showed_output(stand.started(), SECOND // 100, 0)
-    assert stand.domain.times(Need(105, 5), 0, 0, is_idle=False).least_ms == 10
-    assert stand.domain.times(Need(200, 100), 0, 0, is_idle=False).least_ms == 10 + 47
+    assert stand.domain.times(Need(105, 5), 0, 0).least_ms == 10 // 2
+    assert stand.domain.times(Need(200, 100), 0, 0).least_ms == (10 + 47) // 2
 
 
 def test_an_input_longer_than_any_that_was_seen_takes_its_own_time() -> None:
@@ -237,13 +238,13 @@ def test_an_input_longer_than_any_that_was_seen_takes_its_own_time() -> None:
         execution = stand.started(now_ns=number * SECOND)
         execution.need = replace(execution.need, input_tokens=26 + number % 9)
         stand.domain.showed_output(execution, (25 + number % 9) * SECOND // 1_000, number * SECOND)
-    for is_idle in (True, False):
-        times = stand.domain.times(Need(8_100, 8_000), 0, 60 * SECOND, is_idle=is_idle)
-        assert times.least_ms >= 1_200 and times.prefill_ms >= times.least_ms
-        door = Door(4, None, 0, 5_000, times, 5_000)
-        refused = door_refusal(door, 1_000)
-        assert refused is not None and refused.code == "deadline_infeasible"
-    assert stand.domain.times(Need(130, 30), 0, 60 * SECOND, is_idle=True).prefill_ms < 40
+    times = stand.domain.times(Need(8_100, 8_000), 0, 60 * SECOND)
+    assert times.least_ms >= 600 and times.prefill_ms >= 1_200
+    refused = door_refusal(Door(4, None, 0, 5_000, times, 5_000), 600)
+    assert refused is not None and refused.code == "deadline_infeasible"
+    refused = door_refusal(Door(4, None, 0, 5_000, times, 5_000), 1_000)
+    assert refused is not None and refused.code == "deadline_unmeetable_now"
+    assert stand.domain.times(Need(130, 30), 0, 60 * SECOND).prefill_ms < 40
 
 
 @pytest.mark.parametrize(

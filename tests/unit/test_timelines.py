@@ -182,7 +182,7 @@ def test_executions_and_rejections_of_an_id_stand_beside_each_other() -> None:
     timelines = Timelines(clock, 10)
     admit(timelines, execution_of("it"))
     for _ in range(3):
-        timelines.rejected(msgspec.structs.replace(ASKED, request_id="it"), errors.RequestInFlight("It runs."), 20)
+        timelines.rejected(msgspec.structs.replace(ASKED, request_id="it"), errors.RequestInFlight("It runs."), None)
     admit(timelines, execution_of("it", 2))
     shown = [(one["execution"], one["status"], one["rejections"]) for one in timelines.of("it")]
     assert shown == [(2, "queued", None), (None, "rejected", 3), (1, "queued", None)]
@@ -226,7 +226,7 @@ def test_a_rejection_shows_the_callers_figures() -> None:
     clock = ManualClock()
     timelines = Timelines(clock, 10)
     clock.now_ms = 7
-    timelines.rejected(msgspec.structs.replace(ASKED, waited_ns=2_500_000), LIMITED, 40)
+    timelines.rejected(msgspec.structs.replace(ASKED, waited_ns=2_500_000), LIMITED, DoorFigures("pool", 4, 0, 2, 40, 30))
     [shown] = timelines.of("it")
     assert (shown["status"], shown["execution"], shown["arrived_at_ms"]) == ("rejected", None, WALL_MS + 5)
     assert shown["events"][1] == {
@@ -236,6 +236,7 @@ def test_a_rejection_shows_the_callers_figures() -> None:
         "detail": "Not today.",
         "figures": LIMITED.members,
         "predicted_wait_ms": 40,
+        "door": {"pool": "pool", "lanes": 4, "free": 0, "waiting": 2, "predicted_wait_ms": 40, "prefill_ms": 30},
     }
 
 

@@ -16,7 +16,7 @@ import structlog
 
 from weir import errors
 from weir.config import EngineConfig, read_api_key
-from weir.control.warm_up import WarmUp
+from weir.control.warm_up import WARM_UP_MS, WarmUp
 from weir.core.registry.model import EngineKind, Pool, Revision
 from weir.messages import ReplicaAddress
 from weir.ports import Clock, Engine, Launcher, ReplicaProcess
@@ -27,6 +27,7 @@ _log = structlog.get_logger("weir.supervisor")
 _RETRY_STARTING_S = 0.2
 _IDLE_CHECK_S = 1.0
 _BACKOFF_MAX_S = 30.0
+_URL_WARM_UP_MS: Millis = 10_000  # it may be another's engine that is busy: better ready without a pace than late
 _STOP_GRACE_MS: Millis = 2_000
 
 
@@ -55,7 +56,7 @@ class _PoolKeeping:
     pool: Pool
     revision: Revision
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    was_ready: bool = False
     last_fault: str | None = None
 
 
@@ -77,6 +78,7 @@ class Supervisor:
         self._url_api_key = read_api_key(config)
         self._clock = clock
         self._pools: dict[str, _PoolKeeping] = {}
+        self._ready: dict[str, asyncio.Event] = {}  # by revision
         self._condemned: dict[str, asyncio.Event] = {}
         self._serial = 0
         self.announce: Callable[[str], None] = lambda line: None
@@ -84,6 +86,7 @@ class Supervisor:
     def add_pool(self, pool: Pool, revision: Revision) -> None:
         """Keep this pool once `run` runs."""
         keeping = self._pools[pool.name] = _PoolKeeping(pool, revision)
+        self._ready.setdefault(revision.id, asyncio.Event())
         if not pool.on_demand:
             keeping.wanted.set()
         self._fleet.add_pool(pool)
@@ -102,10 +105,9 @@ class Supervisor:
         return self._pools[pool].last_fault
 
     async def wait_ready(self) -> bool:
-        """True, once every pool that is not on demand had a ready replica."""
-        for keeping in self._pools.values():
-            if not keeping.pool.on_demand:
-                await keeping.ready.wait()
+        """True, once every revision that has a pool which is not on demand had a ready replica in one of them."""
+        for revision in {each.revision.id for each in self._pools.values() if not each.pool.on_demand}:
+            await self._ready[revision].wait()
         return True
 
     async def run(self) -> None:
@@ -167,7 +169,7 @@ class Supervisor:
             process = await self._launcher.launch(keeping.revision, keeping.pool)
             try:
                 address = self._address(keeping, name, process.url, process.api_key)
-                address = await self._warm_up(keeping, await self._probe_until_answered(address))
+                address = await self._warm_up(keeping, await self._probe_until_answered(address), WARM_UP_MS)
                 await self._serve_until_over(keeping, address, process)
             finally:
                 await process.stop(_STOP_GRACE_MS)
@@ -186,10 +188,10 @@ class Supervisor:
                     raise errors.EngineError(f"The engine did not become healthy: {fault.detail}") from fault
             await asyncio.sleep(_RETRY_STARTING_S)
 
-    async def _warm_up(self, keeping: _PoolKeeping, address: ReplicaAddress) -> ReplicaAddress:
-        """The address with the replica's pace. Raises EngineFault when it does not generate."""
+    async def _warm_up(self, keeping: _PoolKeeping, address: ReplicaAddress, bound_ms: Millis) -> ReplicaAddress:
+        """The address with the replica's pace. Raises EngineFault when it does not generate within the bound."""
         warm_up = WarmUp(self._engine_for(address.engine), self._clock, address, keeping.revision.chat)
-        return msgspec.structs.replace(address, pace=await warm_up.measure())
+        return msgspec.structs.replace(address, pace=await warm_up.measure(bound_ms))
 
     async def _serve_until_over(self, keeping: _PoolKeeping, address: ReplicaAddress, process: ReplicaProcess) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -229,15 +231,13 @@ class Supervisor:
         try:
             while not condemned.is_set():
                 try:
-                    address = await engine.probe(address)
+                    address = _large_enough(await engine.probe(address), keeping.revision)
                     if cold:
                         address, cold = await self._try_warm_up(keeping, address), False
                     self._fleet.answered(address)
-                    if not keeping.ready.is_set():
-                        self.announce(f"ready: {keeping.revision.id}")
-                    keeping.ready.set()
+                    self._tell_ready(keeping)
                 except errors.EngineFault as fault:
-                    keeping.last_fault = fault.detail
+                    self._tell(keeping, address, fault.detail)
                     address = msgspec.structs.replace(address, kv_tokens=None)  # it may come back with other memory
                     self._fleet.doubted(keeping.pool.name, address.name)
                 try:
@@ -248,10 +248,31 @@ class Supervisor:
         finally:
             del self._condemned[address.name]
 
+    def _tell_ready(self, keeping: _PoolKeeping) -> None:
+        if not keeping.was_ready:
+            self.announce(f"ready: {keeping.revision.id} (pool {keeping.pool.name})")
+        keeping.was_ready = True
+        self._ready[keeping.revision.id].set()
+
+    def _tell(self, keeping: _PoolKeeping, address: ReplicaAddress, fault: str) -> None:
+        """What keeps a pool from its first replica is announced, once for each reason."""
+        if not keeping.was_ready and keeping.last_fault != fault:
+            self.announce(f"pool {keeping.pool.name} waits for {address.url}: {fault}")
+        keeping.last_fault = fault
+
     async def _try_warm_up(self, keeping: _PoolKeeping, address: ReplicaAddress) -> ReplicaAddress:
         """The address, with the replica's pace if it generates: whether it is ready, its probes say."""
         try:
-            return await self._warm_up(keeping, address)
+            return await self._warm_up(keeping, address, _URL_WARM_UP_MS)
         except errors.EngineFault as fault:
             _log.warning("replica_not_warm", pool=keeping.pool.name, replica=address.name, reason=fault.detail)
             return address
+
+
+def _large_enough(address: ReplicaAddress, revision: Revision) -> ReplicaAddress:
+    """Raises EngineError where a replica takes less than what its revision promises."""
+    if address.context_tokens < revision.context_tokens:
+        raise errors.EngineError(
+            f"Its context window of {address.context_tokens} tokens is smaller than the model's of {revision.context_tokens}."
+        )
+    return address

@@ -45,15 +45,15 @@ class WarmUp:
     address: ReplicaAddress
     chat: bool
 
-    async def measure(self) -> ReplicaPace:
-        """Generate, and how fast that went. Raises EngineFault, also after WARM_UP_MS."""
+    async def measure(self, bound_ms: Millis = WARM_UP_MS) -> ReplicaPace:
+        """Generate, and how fast that went. Raises EngineFault, also after the bound."""
         try:
-            async with asyncio.timeout(WARM_UP_MS / 1e3):
+            async with asyncio.timeout(bound_ms / 1e3):
                 shorts = [await self._generate(_SHORT) for _ in range(2)]
                 short = min(shorts, key=lambda timed: timed.first_ms)  # a late one would make input look as if it cost nothing
                 return _pace_of(short, await self._generate(self._long_prompt(short)))
         except TimeoutError as late:
-            raise errors.EngineError(f"The warm-up did not end within {WARM_UP_MS} ms.") from late
+            raise errors.EngineError(f"The warm-up did not end within {bound_ms} ms.") from late
 
     def _long_prompt(self, short: _Timed) -> str:
         """About a quarter of the window, within the bounds of tokens and, by the short prompt's pace, of time."""

@@ -35,7 +35,7 @@ from weir.coordinator.rejections import RejectionCounter
 from weir.coordinator.sessions import LocalLink, Session
 from weir.coordinator.settler import Settler
 from weir.coordinator.store_watch import StoreWatch
-from weir.core.admission import Admit, Asked, Bound, Door, decide, idempotency_refusal
+from weir.core.admission import Admit, Asked, Bound, decide, idempotency_refusal
 from weir.core.endings import FinishReason
 from weir.core.ledger import reservation
 from weir.core.ledger.book import Book, Taken
@@ -250,7 +250,7 @@ class Coordinator:
             return
         if isinstance(decision, errors.NoCapacity):
             self._fleet.demand(offer.pool)
-        self._reject(session, asked, decision, stored, offer.door)
+        self._reject(session, asked, decision, stored, offer)
 
     def _offer(self, asked: Acquire) -> Offer:
         """The best of the pools that may take a request. Raises UnknownAlias, InputTooLong or NoCapacity."""
@@ -321,10 +321,10 @@ class Coordinator:
         asked: Acquire,
         refusal: errors.WeirError,
         stored: GenerationRecord | None = None,
-        door: Door | None = None,
+        offer: Offer | None = None,
     ) -> None:
         session.asking.discard(asked.ref)
-        self.timelines.rejected(asked, refusal, door.predicted_wait_ms if door is not None and door.lanes else None)
+        self.timelines.rejected(asked, refusal, self._dispatcher.door_figures(offer) if offer is not None else None)
         self._telemetry.rejected(refusal.code)
         self._rejections.count(asked.tenant, refusal.code)
         generation = None

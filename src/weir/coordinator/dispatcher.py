@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from weir import errors
 from weir.config import CoordinatorConfig
 from weir.coordinator.domain import Domain, Lanes, MakeOrder, fair_order
 from weir.coordinator.execution import Execution, Placement
@@ -21,6 +22,7 @@ from weir.coordinator.settler import Settler
 from weir.core.admission import Door, door_refusal
 from weir.core.endings import FinishReason
 from weir.core.ledger.records import ExecutionId, StepRecord
+from weir.core.metering import InputBasis
 from weir.core.registry.model import Revision, WorkloadClass
 from weir.core.request import Dispatch, Dispatched, Queued, advance
 from weir.core.routing.capacity import Need
@@ -53,10 +55,12 @@ class Offer:
     door: Door
 
 
-def _start_of(offer: Offer) -> tuple[bool, Millis]:
-    """What pools are compared by: whether they take no work, then when the first output is expected."""
+def _start_of(deadline_ms: Millis, offer: Offer) -> tuple[bool, bool, Millis]:
+    """What pools are compared by: whether they refuse, and for good, then when the first output is expected."""
     door = offer.door
-    return door.lanes == 0, door.predicted_wait_ms + door.times.prefill_ms
+    refusal = door_refusal(door, deadline_ms)
+    is_final = isinstance(refusal, errors.DeadlineInfeasible)
+    return is_final, refusal is not None, door.predicted_wait_ms + door.times.prefill_ms
 
 
 class Dispatcher:
@@ -97,9 +101,9 @@ class Dispatcher:
         return domains.waiting if domains is not None else 0
 
     def offer(self, pools: Sequence[PoolView], asked: Acquire, revision: Revision, workload: WorkloadClass) -> Offer:
-        """The pool that would start it first, of one or more; one that takes no work now only if all are so."""
+        """The pool that would start it first, of one or more; one that refuses it only if all do."""
         offers = [self._offer(pool, asked, revision, workload) for pool in pools]
-        return min(offers, key=_start_of) if len(offers) > 1 else offers[0]
+        return min(offers, key=partial(_start_of, asked.deadline_left_ms)) if len(offers) > 1 else offers[0]
 
     def _offer(self, pool: PoolView, asked: Acquire, revision: Revision, workload: WorkloadClass) -> Offer:
         domain = self._domain(pool.name, asked.service_class)
@@ -122,7 +126,7 @@ class Dispatcher:
             lanes=usable,
             queue_refusal=domain.queue.refusal(asked.tenant, asked.input_bytes),
             predicted_wait_ms=wait_ms,
-            times=domain.times(need, self._held_anywhere(need), now_ns, is_idle=pool.has_idle),
+            times=domain.times(need, self._held_anywhere(need), now_ns, is_exact=asked.input_basis is InputBasis.EXACT),
             wait_ms_max=domain.queue.bounds.door_ms_max,
             no_capacity_retry_ms=START_EXPECTED_MS,
         )
@@ -132,14 +136,17 @@ class Dispatcher:
     ) -> tuple[Lanes, int]:
         """What a wait is reckoned with, and how many lanes are free for it. counted: (usable, free) of the pool."""
         usable, free = counted
-        view, part = domains.view, float(usable)
+        view, part, read_ms = domains.view, float(usable), None
         if free and not view.has_room(need, avoid):
             free = 0
-            part = part if view.has_memory(need, avoid) else float(max(1, view.running))  # no more than run now fit
+            if view.has_memory(need, avoid):
+                read_ms = view.read_ms(need, avoid) * (1 + domains.waiting / len(view.replicas))
+            else:
+                part = float(max(1, view.running))  # no more than run now fit
         others = domains.waiting_beside(service_class)
         if others:
             part, free = part * domains.part(service_class), free - others
-        return Lanes(usable, part), free
+        return Lanes(usable, part, read_ms), free
 
     def _held_anywhere(self, need: Need) -> Tokens:
         """The most that a replica may hold of an input."""
@@ -173,7 +180,11 @@ class Dispatcher:
             self._watch_the_wait(execution)
 
     def end_waiting(self, execution: Execution, reason: FinishReason) -> None:
-        """End an execution that waits in its queue; it leaves at once."""
+        """End an execution that waits in its queue; it leaves at once, and what waited behind it may start."""
+        self._end_waiting(execution, reason)
+        self._schedule(self._pools[execution.pool])
+
+    def _end_waiting(self, execution: Execution, reason: FinishReason) -> None:
         if reason is FinishReason.QUEUE_WAIT and not execution.placements:
             self._domain_of(execution).expired(execution, self._clock.monotonic_ns())
         self._domain_of(execution).remove(execution, self._clock.monotonic_ns())
@@ -220,7 +231,7 @@ class Dispatcher:
         domain, now_ns = self._domain_of(execution), self._clock.monotonic_ns()
         uncached = execution.need.input_tokens - start.site.cached_tokens
         if now_ns + domain.prefill_ns(uncached, now_ns) >= execution.deadline_ns:
-            self.end_waiting(execution, FinishReason.DEADLINE)
+            self._end_waiting(execution, FinishReason.DEADLINE)
             return
         if start.waiting.avoid is None:
             domain.waited(execution, now_ns)

@@ -37,6 +37,8 @@ _PRIOR_LANE_NS: Nanos = 1_000 * NANOS_PER_MILLI
 _PRIOR_INPUT_TOKENS: Tokens = 100
 _PRIOR_OUTPUT_TOKENS: Tokens = 128
 """Before anything was measured: a short question and answer, rather too quick than too slow, so that the door is not locked."""
+_WARM_UP_DOUBT = 2
+"""How many times too slow a warm-up may have been, before anything is refused for good."""
 _PACED_TOKENS: Tokens = 8
 """Of an answer, whose time per token says something."""
 
@@ -56,10 +58,14 @@ def fair_order(config: CoordinatorConfig) -> MakeOrder:
 
 
 class Lanes(NamedTuple):
-    """What a newcomer's wait is reckoned with. usable: all lanes that can be used; part: how many of them work like its own."""
+    """What a newcomer's wait is reckoned with. usable: all lanes that can be used; part: how many of them work like its own.
+
+    read_ms: where only unread prompts are in the way, until those that are before it are read; else None.
+    """
 
     usable: int
     part: float
+    read_ms: float | None = None
 
 
 class Domain:
@@ -140,9 +146,13 @@ class Domain:
         return int(wait_ms * factor) + 1
 
     def _wait_behind_ms(self, work: Cost, lanes: Lanes, now_ns: Nanos) -> float:
-        """Until work is done and one more gets its turn: by the pace of turns, else by what ended lately."""
+        """Until work is done and one more gets its turn: by the pace of turns, else by what ended lately, or is to be read."""
+        if lanes.read_ms is not None and not self.queue:
+            return lanes.read_ms
         one_more = self.queue.mean_cost or self._turns.mean_cost
         lane_ns = self._turns.lane_ns(work + one_more, now_ns)
+        if lane_ns is None and lanes.read_ms is not None:
+            return lanes.read_ms
         if lane_ns is None:
             return predicted_wait_ms(work, lanes.part, self._rate, now_ns)
         return lane_ns / lanes.usable / NANOS_PER_MILLI
@@ -197,16 +207,18 @@ class Domain:
         idle_ns = int(_idle_prefill_ms(pace, input_tokens) * NANOS_PER_MILLI)
         return self._prefill.expected_ns(input_tokens, now_ns, idle_ns, pace.input_ms * NANOS_PER_MILLI)
 
-    def times(self, need: Need, cached_tokens: Tokens, now_ns: Nanos, *, is_idle: bool) -> Times:
-        """What a deadline is compared with. cached_tokens: held of its input by some replica. is_idle: one runs nothing."""
-        pace = self._pace_of()
+    def times(self, need: Need, cached_tokens: Tokens, now_ns: Nanos, *, is_exact: bool = True) -> Times:
+        """What a deadline is compared with. cached_tokens: of its input, held by some replica. is_exact: input was counted."""
         uncached = need.input_tokens - cached_tokens
         prefill_ms = self.prefill_ns(uncached, now_ns) // NANOS_PER_MILLI
-        least_ms = min(prefill_ms, int(_idle_prefill_ms(pace, uncached))) if pace is not None else 0
-        if is_idle:
-            return Times(prefill_ms, 0, least_ms)
-        token_ms = self._decode.expected_ms(now_ns, pace.output_ms if pace is not None else 0.0)
-        return Times(prefill_ms, int((need.kv_tokens - need.input_tokens - 1) * token_ms), least_ms)
+        pace = self._pace_of()
+        if pace is None:
+            return Times(prefill_ms)
+        later = need.kv_tokens - need.input_tokens - 1
+        idle_ms = int(_idle_prefill_ms(pace, uncached))
+        least_ms = min(prefill_ms, idle_ms) // _WARM_UP_DOUBT if is_exact else 0
+        decode_ms = int(later * self._decode.expected_ms(now_ns, pace.output_ms))
+        return Times(prefill_ms, decode_ms, idle_ms + int(later * pace.output_ms), least_ms)
 
     # ── running ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -236,7 +236,7 @@ class Timelines:
             ),
         )
 
-    def rejected(self, asked: Acquire, refusal: errors.WeirError, predicted_wait_ms: Millis | None) -> None:
+    def rejected(self, asked: Acquire, refusal: errors.WeirError, door: DoorFigures | None) -> None:
         """Nothing was taken. A rejected request id that is rejected again is kept once, as it was the last time."""
         now_ns, key = self._clock.monotonic_ns(), (asked.tenant, asked.request_id)
         figures = {
@@ -244,7 +244,8 @@ class Timelines:
             "detail": refusal.detail,
             "figures": refusal.members,
             "retry_after_ms": refusal.retry_after_ms,
-            "predicted_wait_ms": predicted_wait_ms,
+            "predicted_wait_ms": door.predicted_wait_ms if door is not None and door.lanes else None,
+            "door": door,
         }
         arrived_ns, wall_ms = now_ns - asked.waited_ns, self._clock.wall_ms()
         began = (now_ns, "rejected", figures)

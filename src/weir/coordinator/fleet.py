@@ -23,12 +23,12 @@ START_EXPECTED_MS: Millis = 5_000
 
 @dataclass(slots=True)
 class PoolView:
-    """A pool and its replicas by name. lanes: their sums. pace: of an idle replica, None while none was measured."""
+    """A pool and its replicas by name. lanes: their sums. paces: of those that were warmed up, by name."""
 
     pool: Pool
     replicas: dict[str, Replica] = field(default_factory=dict)
     lanes: Lanes = field(default_factory=Lanes)
-    pace: ReplicaPace | None = None
+    paces: dict[str, ReplicaPace] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -51,9 +51,14 @@ class PoolView:
         return sum([replica.running for replica in self.replicas.values()])
 
     @property
-    def has_idle(self) -> bool:
-        """Whether a replica that takes work runs nothing."""
-        return self.lanes.free > 0 and any(replica.free and not replica.running for replica in self.replicas.values())
+    def pace(self) -> ReplicaPace | None:
+        """Of the quickest of its idle replicas; None while none was measured."""
+        return min(self.paces.values(), key=lambda pace: pace.first_ms + 1_000 * pace.input_ms, default=None)
+
+    def read_ms(self, need: Need, avoid: str | None = None) -> float:
+        """Until a replica that has a lane and memory for this has read what is before it."""
+        able = [each for each in self.replicas.values() if each.free and each.name != avoid and each.room.holds(need.kv_tokens)]
+        return min([each.room.prefill_tokens * (each.room.input_ms or 0.0) for each in able], default=0.0)
 
     def has_memory(self, need: Need, avoid: str | None = None) -> bool:
         """Whether some replica with a free lane, but not the one to avoid, has memory for this."""
@@ -129,7 +134,7 @@ class Fleet:
             self.prefixes.bound(address.name, address.kv_tokens)
         pace = address.pace
         if pace is not None:
-            self._pools[address.pool].pace = pace
+            self._pools[address.pool].paces[address.name] = pace
             replica.room.input_ms = pace.input_ms
 
     def doubted(self, pool: str, name: str) -> None:
@@ -163,6 +168,7 @@ class Fleet:
             return
         replica.advance(ReplicaEvent.STOP if replica.state is ReplicaState.DRAINING else ReplicaEvent.FAIL)
         self._addresses.pop(name, None)
+        self._pools[pool].paces.pop(name, None)
         self.prefixes.gone(name)
         self.on_change()
 

@@ -66,13 +66,22 @@ class Bound:
 class Times:
     """How long it takes from its start, 0 while unknown. prefill_ms: to its first output; decode_ms: from there to its end.
 
-    Both as replicas are now, and for an answer of the expected length; decode_ms is 0 while a replica is idle, so that a wrong
-    expectation meets evidence. least_ms: to the first output on an idle one, the best that may happen.
+    Both as replicas are now, and for an answer of the expected length. idle_ms: both together on an idle replica; least_ms: to
+    the first output there, which is the best that may happen.
     """
 
     prefill_ms: Millis = 0
     decode_ms: Millis = 0
+    idle_ms: Millis = 0
     least_ms: Millis = 0
+
+    def total_ms(self, deadline_ms: Millis) -> Millis:
+        """From its start to what its deadline has to cover.
+
+        Where an answer of the expected length would be late on an idle replica too, only its beginning counts: it may be short,
+        and no wait would cure it.
+        """
+        return self.prefill_ms + (self.decode_ms if self.idle_ms < deadline_ms else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +168,7 @@ def door_refusal(door: Door, deadline_ms: Millis) -> errors.WeirError | None:
             f"The predicted wait of {wait_ms} ms is above the bound of {door.wait_ms_max} ms.",
             retry_after_ms=wait_ms - door.wait_ms_max,
         )
-    predicted_ms = wait_ms + times.prefill_ms + times.decode_ms
+    predicted_ms = wait_ms + times.total_ms(deadline_ms)
     if predicted_ms >= deadline_ms:
         return errors.DeadlineUnmeetableNow(
             f"The request is predicted to take {predicted_ms} ms and must end in {left_ms} ms.",

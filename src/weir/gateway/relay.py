@@ -247,13 +247,13 @@ class Relay:
         had_output = attempt.stream.arrived > 0
         texts = attempt.stream.arrive(deltas, now_ns)
         attempt.counted = deltas[-1].tokens is not None
+        if self._streamed and texts:
+            self._hand_out(texts)
+        if not had_output and attempt.stream.arrived and self._first_written_ns is None:
+            self._parts.link.send(Progress(self.ref, attempt.number, has_output=True))
         if not self._streamed:
-            if not had_output and attempt.stream.arrived:
-                self._parts.link.send(Progress(self.ref, attempt.number, has_output=True))
             self._bound_whole_answer()
             return
-        if texts:
-            self._hand_out(texts)
         if attempt.stream.is_held and attempt.held_since_ns is None:
             attempt.held_since_ns = now_ns
         self._ask_for_more()

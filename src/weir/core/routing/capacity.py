@@ -41,6 +41,11 @@ class Room:
         self._kv_tokens: dict[int, Tokens] = {}  # by lane
         self._prefills: dict[int, Tokens] = {}  # of lanes without output
 
+    @property
+    def left(self) -> Tokens:
+        """KV tokens that are not reserved; of a memory that is not known, the fewer the more is."""
+        return (self.kv_tokens_max or 0) - self.kv_tokens
+
     def holds(self, kv_tokens: Tokens) -> bool:
         """Whether the memory has room for so many more, or nothing is in it."""
         return not self._kv_tokens or self.kv_tokens_max is None or self.kv_tokens + kv_tokens <= self.kv_tokens_max

@@ -24,7 +24,11 @@ def accepting(
     """
     takers = [pool for pool in within_reach(list(pools), tenant, leaves_its_pools) if service_class in pool.service_classes]
     if not takers:
-        raise errors.NoCapacity(f"No pool of this model takes {service_class} requests of this tenant.", should_retry=False)
+        raise errors.NoCapacity(
+            f"No pool of this model takes {service_class} requests of this tenant.",
+            members={"service_class": service_class.value},
+            should_retry=False,
+        )
     if input_tokens is None:
         return takers
     bounds = [pool.input_tokens_max for pool in takers if pool.input_tokens_max is not None]

@@ -136,7 +136,7 @@ class FairOrder:
     def next(self, number: int) -> list[str]:
         """The first, the others within the slack by their heads, then those beyond it by counter.
 
-        None that would be ahead of the smallest counter by more than BYPASSES_MAX times the dearest request and the slack.
+        None that would be ahead of the floor by more than BYPASSES_MAX times the dearest request and the slack.
         """
         smallest = self._counters.first()
         if self.first() is None or smallest is None:
@@ -147,7 +147,7 @@ class FairOrder:
                 self._near.discard(tenant)
                 self._far.put(tenant, self._flows[tenant].counter)
         near = [tenant for _, tenant in self._near.smallest(number)]
-        limit += BYPASSES_MAX * self._dearest
+        limit = self._floor() + self._slack + BYPASSES_MAX * self._dearest
         return near + [tenant for counter, tenant in self._far.smallest(number - len(near)) if counter <= limit]
 
     def charge(self, tenant: str, cost: Cost) -> Ticket:

@@ -3,7 +3,7 @@
 Bounds are entries per tenant, entries and bytes per domain; the bound of waiting time is the coordinator's timer. Within a flow
 goes first what must start first, and of equals the oldest. Between flows the order is behind `orders.py::Order`. A request
 that waits for its second attempt goes ahead of every flow: it had its turn already, and is not charged again. One whose turn it
-is and that fits no replica lets the next ones pass, up to BYPASSES_MAX times; then its room is kept.
+is and that fits no replica lets the next ones pass, up to BYPASSES_MAX times; then a replica is kept for it.
 """
 
 from collections import Counter, OrderedDict
@@ -18,7 +18,7 @@ from weir.core.scheduling.lazy_heap import LazyHeap
 from weir.core.scheduling.orders import BYPASSES_MAX, Cost, Head, Order, Ticket
 from weir.units import Bytes, Millis, Nanos
 
-_LOOKS_MAX = 4
+_LOOKS_MAX = 32
 """How many heads after it are looked at each time."""
 _QUEUE_RETRY_MS = 1_000
 
@@ -233,7 +233,7 @@ class DomainQueue(Generic[Key]):
         return Waiting(tenant, entry.key, entry.need)
 
     def keeps_room(self, key: Key) -> bool:
-        """Whether an entry that fits nowhere was passed so often that nothing starts before it any more."""
+        """Whether an entry that fits nowhere was passed so often that a replica is kept for it."""
         return self._passed.get(key, 0) >= BYPASSES_MAX
 
     def passed(self, key: Key) -> None:

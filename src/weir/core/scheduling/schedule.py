@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Generic
 
+from weir.core.routing.capacity import Need
 from weir.core.routing.placement import Site, place
 from weir.core.routing.prefixes import PrefixIndex
 from weir.core.routing.replica import Replica
@@ -29,23 +30,30 @@ def next_start(
 ) -> Start[Key] | None:
     """The next dispatch, or None when nothing waits that could start. queues: of the pool, the one whose turn it is first.
 
-    What fits nowhere lets others pass only so often. An entry that must avoid the only replica with a free lane lets all pass:
-    it could not have used that one.
+    What fits nowhere lets others pass only so often; from then on the replica with the most room is kept for it, and the others
+    go on. An entry that must avoid the only replica with a free lane lets all pass: it could not have used that one.
     """
     passed: tuple[tuple[DomainQueue[Key], Key], ...] = ()
     for queue in queues:
-        is_its_turn = True
+        is_its_turn, too_much = True, None
         for waiting in queue.candidates():
+            if too_much is not None and _takes_as_much(waiting.need, too_much):
+                continue
             site = place(replicas, waiting.need, index, waiting.avoid)
             if site is not None:
                 return Start(queue, waiting, site, passed)
-            if is_its_turn and _has_lane(replicas, waiting.avoid):
+            able = [replica for replica in replicas if replica.free and replica.name != waiting.avoid]
+            if is_its_turn and able:
                 if queue.keeps_room(waiting.key):
-                    return None
-                passed = (*passed, (queue, waiting.key))
-            is_its_turn = is_its_turn and waiting.avoid is not None  # of a flow's heads only the first one's
+                    kept = max(able, key=lambda replica: (replica.room.left, replica.name))
+                    replicas = [replica for replica in replicas if replica is not kept]
+                else:
+                    passed = (*passed, (queue, waiting.key))
+            if waiting.avoid is None:
+                is_its_turn, too_much = False, waiting.need  # of a flow's heads it is only the first one's turn
     return None
 
 
-def _has_lane(replicas: Collection[Replica], avoid: str | None) -> bool:
-    return any(replica.free and replica.name != avoid for replica in replicas)
+def _takes_as_much(need: Need, too_much: Need) -> bool:
+    """Whether it fits nowhere because this one, which asks for no more, fits nowhere."""
+    return need.kv_tokens >= too_much.kv_tokens and need.backlog_ms == too_much.backlog_ms

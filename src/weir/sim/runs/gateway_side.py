@@ -265,6 +265,8 @@ class GatewaySide:
             self._figures.computed(course, course.arrival.input_tokens, 1)
             self._figures.cached(course, run.cached_tokens or 0)
             self._hand_out(course)
+            if course.handed_ns is None:
+                self.link.send(Progress(course.ref, course.attempt, has_output=True))
         else:
             self._figures.computed(course, 0, self._rules.step_tokens)
             if course.handed_ns is not None:
