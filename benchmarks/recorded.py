@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fleet_runs import EIGHT_B, PATIENT, PATIENT_MS, Row, run
+from weir.config import CoordinatorConfig
 from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES
 from weir.sim.runs.arrivals import Burst, Workload
 from weir.sim.runs.experiment import RunSpec
@@ -28,6 +29,8 @@ NOISY_HOUR, NOISY = "servegen_m-large_1h_30rps_noisy", "57"
 SEARCHED_S, NOISY_SEARCHED_S, SHOWN_S = 600.0, 60.0, 600.0
 LIMIT_SHARE, DEMAND = 0.7, 1.5
 REPLICAS_MAX = 8
+CAREFUL_PERCENT = 5
+"""Of the default backlog: one prompt at a time is read."""
 LOST_MAX = 0.01
 """Of what was offered: refused at the door, or not completed."""
 DOUBLINGS, HALVINGS = 5, 4
@@ -116,6 +119,9 @@ def noisy_rows(folder: Path, pool: Executor) -> tuple[list[Row], str]:
         spec = replace(noisy, policy=policy)
         aspect = f"with the noisy one, {policy.value}"
         rows.append(Row(title, aspect, spec, lambda document: others_told(document["all_but_largest"], document)))
+    careful = replace(noisy, coordinator=CoordinatorConfig(backlog_percent=CAREFUL_PERCENT))
+    aspect = f"with the noisy one, fair, backlog {CAREFUL_PERCENT} %"
+    rows.append(Row(title, aspect, careful, lambda document: others_told(document["all_but_largest"], document)))
     return rows, (
         f"noisy hour: the others meet their targets up to {limit:.2f} times their rate, the noisy tenant alone up to "
         f"{noise_limit:.2f} times; its requests come {factor:.2f} times, together {DEMAND} times the limit"

@@ -1,8 +1,8 @@
 """What the scheduler delivers, beside first come, first served in the same run: `make bench-scheduling`.
 
 Every row is a run of the simulator: the real coordinator, queues and journal, simulated engines, virtual time. Rows with the
-same load differ in the order between tenants only, or in what else they name. Recorded traces are read from the folder that
-`WEIR_TRACES` names; without one their rows are left out, which is said.
+same load differ in the order between tenants only, or in what else they name: without a door whoever comes waits. Recorded
+traces are read from the folder that `WEIR_TRACES` names; without one their rows are left out, which is said.
 """
 
 import json
@@ -79,6 +79,8 @@ def rows(folder: Path | None) -> Iterator[Row]:
     for rate in (42, 60, 90, 120):
         for policy in Policy:
             yield row(f"mixed lengths, {rate}/s on two 8B replicas", replace(overload(rate), policy=policy))
+        plain = replace(overload(rate), policy=Policy.FCFS, coordinator=PATIENT, deadline_ms=PATIENT_MS)
+        yield Row(f"mixed lengths, {rate}/s on two 8B replicas", "fcfs, no door", plain, dispatches)
     for policy in Policy:
         spec = fleet(200, 19, tenants="a:1/b:3")
         yield row("two tenants at 200/s, 19 replicas", replace(spec, policy=policy))

@@ -35,6 +35,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "retention_days": (2, 36_500),
     "retries_min": (0, 65_536),
     "retry_percent": (0, 100),
+    "backlog_percent": (1, 1_000),
     "batch_share_percent": (1, 99),
     "concurrency_min_percent": (1, 100),
 }
@@ -76,6 +77,7 @@ class CoordinatorConfig:
     queue_bytes: Bytes = 64 * 1024 * 1024
     queue_wait_ms: Millis = 5_000  # interactive work is better refused than late
     store_wait_ms: Millis = 2_000  # a write later than this fails what waits for it
+    backlog_percent: int = 100  # of each workload class's backlog: less is quicker for who asks little, and wastes engine time
     batch_share_percent: int = 10  # of a pool that batch requests get while interactive ones wait too
     concurrency_min_percent: int = 25  # of a replica's concurrency that adaptation leaves; 100: it never adapts
     group_ms: Millis = 5  # between the starts of two ledger writes: shorter costs CPU, longer delays whole answers

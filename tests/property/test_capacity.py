@@ -49,7 +49,7 @@ class RoomMachine(RuleBasedStateMachine):
             return
         self.within = (self.within or not self.kv) and has_memory
         self.lanes += 1
-        self.room.take(self.lanes, kv, prefill)
+        self.room.take(self.lanes, kv, prefill, 0)
         self.kv[self.lanes], self.prefills[self.lanes] = kv, prefill
 
     @precondition(lambda self: self.kv)
@@ -66,7 +66,7 @@ class RoomMachine(RuleBasedStateMachine):
     def read(self, data: st.DataObject) -> None:
         """Its prompt is read; said again, it changes nothing."""
         lane = data.draw(st.sampled_from(sorted(self.kv)))
-        self.room.prefilled(lane)
+        self.room.prefilled(lane, 0)
         self.prefills.pop(lane, None)
 
     @precondition(lambda self: self.kv)
@@ -103,7 +103,7 @@ def test_more_than_the_memory_only_alone(asked: list[tuple[int, int]]) -> None:
     for lane, (kv, prefill) in enumerate(asked):
         while not room.fits(prompt(kv, prefill)):
             room.free(running.pop(0))
-        room.take(lane, kv, prefill)
+        room.take(lane, kv, prefill, 0)
         running.append(lane)
         assert room.kv_tokens <= KV_MAX or len(running) == 1
     for lane in running:
@@ -116,19 +116,19 @@ def test_an_unknown_memory_bounds_nothing() -> None:
     room = Room()
     for lane in range(50):
         assert room.fits(prompt(10**6, 10**6, 1))
-        room.take(lane, 10**6, 10**6)
+        room.take(lane, 10**6, 10**6, 0)
 
 
 def test_a_prompt_waits_for_those_before_it_and_never_for_its_own_length() -> None:
     """Protects first outputs: behind prompts that take as long as is allowed nobody starts; its own never keeps one out."""
     room = Room()
     room.input_ms = 0.5
-    room.take(0, 0, 39)
+    room.take(0, 0, 39, 0)
     assert room.fits(prompt(0, 10**6, 20)), "19.5 ms are before it"
-    room.take(1, 0, 1)
+    room.take(1, 0, 1, 0)
     assert not room.fits(prompt(0, 1, 20)) and not room.fits(prompt(0, 0, 20)), "20 ms are"
     assert room.fits(prompt(0, 1, 21)) and room.fits(prompt(0, 1))
-    room.prefilled(0)
+    room.prefilled(0, 0)
     assert room.fits(prompt(0, 10**6, 20))
 
 
@@ -136,7 +136,7 @@ def test_an_unknown_pace_and_an_unbounded_class_keep_nobody_out() -> None:
     """Protects pools without a warm-up and classes without a bound: prompts bound nothing then, memory still does."""
     room = Room()
     room.kv_tokens_max = KV_MAX
-    room.take(0, 50, 10**6)
+    room.take(0, 50, 10**6, 0)
     assert room.fits(prompt(50, 1, 1)) and not room.fits(prompt(51, 1, 1))
     room.input_ms = 1.0
     assert not room.fits(prompt(50, 1, 1)) and room.fits(prompt(50, 1)) and not room.fits(prompt(51, 1))
@@ -146,11 +146,11 @@ def test_a_backlog_that_is_too_long_for_a_short_one_is_not_for_a_long_one() -> N
     """Protects both kinds of interactive requests: short ones are read within a step, long ones find their replica."""
     room = Room()
     room.input_ms = 0.2
-    room.take(0, 0, 100)  # 20 ms
+    room.take(0, 0, 100, 0)  # 20 ms
     kinds = ((ServiceClass.INTERACTIVE, 100), (ServiceClass.INTERACTIVE, 8_000), (ServiceClass.BATCH, 100))
     bounds = [workload_class_of(DEFAULT_WORKLOAD_CLASSES, *kind).backlog_ms for kind in kinds]
     assert [room.fits(prompt(0, 100, backlog_ms)) for backlog_ms in bounds] == [False, True, True]
-    room.take(1, 0, 9_900)  # 2,000 ms
+    room.take(1, 0, 9_900, 0)  # 2,000 ms
     assert [room.fits(prompt(0, 100, backlog_ms)) for backlog_ms in bounds] == [False, False, False]
 
 
@@ -158,10 +158,26 @@ def test_an_answer_that_outgrows_its_reservation_keeps_others_out() -> None:
     """Protects what runs from newcomers: what an answer holds by now counts, also beyond the memory, until it ends."""
     room = Room()
     room.kv_tokens_max = KV_MAX
-    room.take(0, 40, 0)
+    room.take(0, 40, 0, 0)
     room.grew(0, 30)
     assert room.kv_tokens == 40 and room.fits(prompt(60))
     room.grew(0, KV_MAX + 1)
     assert room.kv_tokens == KV_MAX + 1 and not room.fits(prompt())
     room.free(0)
     assert room.fits(prompt(2 * KV_MAX))
+
+
+def test_what_is_left_to_read_falls_as_it_is_read() -> None:
+    """Protects a true Retry-After: the prompts that a replica has take their time from when the first of them was begun."""
+    room = Room()
+    assert room.unread_ms(5) == 0
+    room.take(0, 0, 1_000, 10**9)
+    assert room.unread_ms(2 * 10**9) == 0, "nobody knows how fast it reads"
+    room.input_ms = 2.0
+    assert room.unread_ms(2 * 10**9) == 1_000
+    room.take(1, 0, 500, 2 * 10**9)
+    assert room.unread_ms(2 * 10**9) == 2_000
+    room.prefilled(0, 3 * 10**9)
+    assert room.unread_ms(3 * 10**9) == 1_000 and room.unread_ms(9 * 10**9) == 0
+    room.free(1)
+    assert room.unread_ms(3 * 10**9) == 0 == room.prefill_tokens

@@ -148,7 +148,7 @@ def test_a_cold_fleet_is_spread_evenly(number: int, concurrency: int, data: st.D
     for _ in range(data.draw(st.integers(0, number * concurrency))):
         site = place(replicas, LONG, PrefixIndex())
         assert site is not None
-        site.replica.room.prefilled(site.replica.take_lane(LONG.kv_tokens, LONG.input_tokens))
+        site.replica.room.prefilled(site.replica.take_lane(LONG.kv_tokens, LONG.input_tokens), 0)
         running = [replica.running for replica in replicas]
         assert max(running) - min(running) <= 1
 

@@ -104,3 +104,25 @@ def test_a_pool_whose_queue_refuses_is_not_chosen() -> None:
         assert waiting[-1].code == "queue_full"
 
     play(script, Fittings(pools={POOL: 4, OTHER: 1}, config=CoordinatorConfig(queue_entries_per_tenant=2)))
+
+
+def test_one_retry_is_enough_while_a_prompt_is_read() -> None:
+    """Protects callers from a Retry-After in vain: what is left to read of a prompt falls as it is read."""
+
+    async def script(stand: Stand) -> None:
+        stand.ask(0, seconds=(4.0, 30.0), input_tokens=4_000, workload_class="long")
+        refusals, after_s = await tries_until_let_in(stand, 1)
+        assert (refusals, after_s) == (1, 1.501)
+
+    play(script, Fittings(paces=[ReplicaPace(20, 1.0, 20)]))
+
+
+def test_a_deadline_is_met_again_as_a_prompt_is_read() -> None:
+    """Protects a feasible deadline: predicted 2.2 s for 2.0 s left, and 139 ms later it fits."""
+
+    async def script(stand: Stand) -> None:
+        stand.ask(0, seconds=(2.0, 30.0), input_tokens=2_000, input_bytes=8_000)
+        refusals, _ = await tries_until_let_in(stand, 1, max_output_tokens=2, deadline_left_ms=2_000)
+        assert refusals == 1
+
+    play(script, Fittings(paces=[ReplicaPace(20, 1.0, 20)]))

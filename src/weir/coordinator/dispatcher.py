@@ -35,7 +35,7 @@ from weir.core.scheduling.schedule import Start, next_start
 from weir.core.tenancy import ServiceClass
 from weir.messages import Acquire, DeliveryBooked, Finish, Granted
 from weir.ports import Clock
-from weir.units import Millis, Tokens, ms_from_ns, ns_from_ms
+from weir.units import Millis, Nanos, Tokens, ms_from_ns, ns_from_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Dispatcher:
         if free and not view.has_room(need, avoid):
             free = 0
             if view.has_memory(need, avoid):
-                read_ms = view.read_ms(need, avoid) * (1 + domains.waiting / len(view.replicas))
+                read_ms = view.read_ms(need, self._clock.monotonic_ns(), avoid) * (1 + domains.waiting / len(view.replicas))
             else:
                 part = float(max(1, view.running))  # no more than run now fit
         others = domains.waiting_beside(service_class)
@@ -154,7 +154,7 @@ class Dispatcher:
         return cached_tokens(max(held.values()), need.prefix_bytes, need.input_tokens) if held else 0
 
     def door_figures(self, offer: Offer) -> DoorFigures:
-        """What an admitted request met, for its timeline."""
+        """What a request met, for its timeline."""
         door, pool = offer.door, offer.pool
         free, waiting = self._fleet.lanes(pool)[1], self.waiting_in(pool.name)
         return DoorFigures(pool.name, door.lanes, free, waiting, door.predicted_wait_ms, door.times.prefill_ms)
@@ -246,7 +246,7 @@ class Dispatcher:
         assert isinstance(execution.state, Dispatched)
         attempt = execution.state.attempt
         candidates = self._candidates(execution, start.waiting.avoid, replica)
-        lane = self._take_lane(execution, start.site)
+        lane = self._take_lane(execution, start.site, now_ns)
         execution.placements.append(Placement(replica, lane, attempt, now_ns, start.site.cached_tokens))
         self._timelines.dispatched(execution, replica, candidates)
         most = min(self._config.delivery_step_tokens, execution.admit.worst.output_tokens)
@@ -262,11 +262,11 @@ class Dispatcher:
             ),
         )
 
-    def _take_lane(self, execution: Execution, site: Site) -> int:
+    def _take_lane(self, execution: Execution, site: Site, now_ns: Nanos) -> int:
         need, replica = execution.need, site.replica
         if self._fleet.address_of(replica.name).cache_salt:
             self._fleet.prefixes.placed(replica.name, need.prefix, need.input_tokens)
-        return replica.take_lane(need.kv_tokens, need.input_tokens - site.cached_tokens)
+        return replica.take_lane(need.kv_tokens, need.input_tokens - site.cached_tokens, now_ns)
 
     def _candidates(self, execution: Execution, avoid: str | None, chosen: Replica | None = None) -> Candidates:
         replicas = self._fleet.pool(execution.pool).replicas.values()

@@ -82,6 +82,7 @@ class Domain:
         self.retries = RetryBudget(config.retries_min, config.retry_percent, ns_from_ms(config.retry_window_ms))
         self._costs = TokenCosts()
         self._lengths = lengths
+        self._backlog_percent = config.backlog_percent
         self._pace_of = pace_of
         self._assumed: ReplicaPace | None = None
         self._prefill = PrefillTime()
@@ -105,7 +106,7 @@ class Domain:
             input_tokens=input_tokens,
             prefix=asked.prefix,
             prefix_bytes=asked.input_bytes,
-            backlog_ms=workload.backlog_ms,
+            backlog_ms=None if workload.backlog_ms is None else max(1, workload.backlog_ms * self._backlog_percent // 100),
         )
 
     def push(self, execution: Execution) -> None:

@@ -15,7 +15,7 @@ from weir.core.routing.prefixes import PrefixIndex
 from weir.core.routing.replica import Lanes, Replica, ReplicaEvent, ReplicaLimits, ReplicaState
 from weir.messages import ReplicaAddress, ReplicaPace
 from weir.ports import Clock
-from weir.units import Millis
+from weir.units import Millis, Nanos
 
 START_EXPECTED_MS: Millis = 5_000
 """Retry-After while no replica is ready: a small model loads in seconds."""
@@ -23,12 +23,13 @@ START_EXPECTED_MS: Millis = 5_000
 
 @dataclass(slots=True)
 class PoolView:
-    """A pool and its replicas by name. lanes: their sums. paces: of those that were warmed up, by name."""
+    """A pool and its replicas by name. lanes: their sums. pace: of the quickest of them when idle, None while none is known."""
 
     pool: Pool
     replicas: dict[str, Replica] = field(default_factory=dict)
     lanes: Lanes = field(default_factory=Lanes)
-    paces: dict[str, ReplicaPace] = field(default_factory=dict)
+    pace: ReplicaPace | None = None
+    _paces: dict[str, ReplicaPace] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -50,15 +51,18 @@ class PoolView:
         """Lanes taken."""
         return sum([replica.running for replica in self.replicas.values()])
 
-    @property
-    def pace(self) -> ReplicaPace | None:
-        """Of the quickest of its idle replicas; None while none was measured."""
-        return min(self.paces.values(), key=lambda pace: pace.first_ms + 1_000 * pace.input_ms, default=None)
+    def keep_pace(self, replica: str, pace: ReplicaPace | None) -> None:
+        """A replica was measured, or is gone; kept, not computed, because every request asks."""
+        if pace is None:
+            self._paces.pop(replica, None)
+        else:
+            self._paces[replica] = pace
+        self.pace = min(self._paces.values(), key=lambda each: each.first_ms + 1_000 * each.input_ms, default=None)
 
-    def read_ms(self, need: Need, avoid: str | None = None) -> float:
+    def read_ms(self, need: Need, now_ns: Nanos, avoid: str | None = None) -> float:
         """Until a replica that has a lane and memory for this has read what is before it."""
         able = [each for each in self.replicas.values() if each.free and each.name != avoid and each.room.holds(need.kv_tokens)]
-        return min([each.room.prefill_tokens * (each.room.input_ms or 0.0) for each in able], default=0.0)
+        return min([each.room.unread_ms(now_ns) for each in able], default=0.0)
 
     def has_memory(self, need: Need, avoid: str | None = None) -> bool:
         """Whether some replica with a free lane, but not the one to avoid, has memory for this."""
@@ -134,7 +138,7 @@ class Fleet:
             self.prefixes.bound(address.name, address.kv_tokens)
         pace = address.pace
         if pace is not None:
-            self._pools[address.pool].paces[address.name] = pace
+            self._pools[address.pool].keep_pace(address.name, pace)
             replica.room.input_ms = pace.input_ms
 
     def doubted(self, pool: str, name: str) -> None:
@@ -168,7 +172,7 @@ class Fleet:
             return
         replica.advance(ReplicaEvent.STOP if replica.state is ReplicaState.DRAINING else ReplicaEvent.FAIL)
         self._addresses.pop(name, None)
-        self._pools[pool].paces.pop(name, None)
+        self._pools[pool].keep_pace(name, None)
         self.prefixes.gone(name)
         self.on_change()
 
@@ -185,7 +189,7 @@ class Fleet:
     def showed_output(self, replica: Replica, lane: int) -> None:
         """What runs on this lane has output: a half-open replica may take its next trial."""
         before = replica.free
-        replica.showed_output(lane)
+        replica.showed_output(lane, self._clock.monotonic_ns())
         if replica.free > before:
             self.on_change()
 

@@ -95,9 +95,8 @@ class Places:
         typical = self._snapshot.revisions[acquire.revision].typical_output_tokens
         expected = self._lengths.expected(_caller(acquire), acquire.max_output_tokens, typical)
         pools = frozenset(pool.name for pool in self._takers(acquire) if _is_short_enough(pool, acquire))
-        [backlog_ms] = [
-            row.backlog_ms or _UNBOUNDED_MS for row in self._snapshot.workload_classes if row.name == acquire.workload_class
-        ]
+        [backlog_ms] = [row.backlog_ms for row in self._snapshot.workload_classes if row.name == acquire.workload_class]
+        backlog_ms = _UNBOUNDED_MS if backlog_ms is None else max(1, backlog_ms * self._config.backlog_percent // 100)
         return Reach(pools, acquire.choices * (acquire.input_tokens + expected), backlog_ms)
 
     def _takers(self, acquire: Acquire) -> list[Pool]:

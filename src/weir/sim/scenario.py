@@ -58,6 +58,7 @@ def spec_of(seed: int) -> Spec:
         delivery_step_tokens=random.choice([4, 16, 256]),
         remembered_executions=random.choice([40, 500]),
         retries_min=random.choice([0, 1, 3, 20]),
+        backlog_percent=random.choice([5, 100, 500]),
         batch_share_percent=random.choice([1, 10, 60]),
         concurrency_min_percent=random.choice([25, 100]),
         request_id_ms=random.choice([86_400_000, 100 * 86_400_000]),

@@ -8,7 +8,7 @@ whatever comes, so that no figure can lock it.
 
 from dataclasses import dataclass
 
-from weir.units import Bytes, Millis, Tokens
+from weir.units import NANOS_PER_MILLI, Bytes, Millis, Nanos, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ NOTHING = Need()
 class Room:
     """Of one replica. kv_tokens_max, and input_ms: to read a prompt token; None while unknown, which bounds nothing."""
 
-    __slots__ = ("_kv_tokens", "_prefills", "input_ms", "kv_tokens", "kv_tokens_max", "prefill_tokens")
+    __slots__ = ("_kv_tokens", "_prefills", "_reading_since_ns", "input_ms", "kv_tokens", "kv_tokens_max", "prefill_tokens")
 
     def __init__(self) -> None:
         self.kv_tokens_max: Tokens | None = None
@@ -40,6 +40,7 @@ class Room:
         self.prefill_tokens: Tokens = 0
         self._kv_tokens: dict[int, Tokens] = {}  # by lane
         self._prefills: dict[int, Tokens] = {}  # of lanes without output
+        self._reading_since_ns: Nanos = 0  # the prompt that is read now
 
     @property
     def left(self) -> Tokens:
@@ -58,16 +59,24 @@ class Room:
             return True
         return self.prefill_tokens * self.input_ms < need.backlog_ms
 
-    def take(self, lane: int, kv_tokens: Tokens, prefill_tokens: Tokens) -> None:
+    def unread_ms(self, now_ns: Nanos) -> float:
+        """Until the prompts that it has are read, at its pace: 0 while that is unknown."""
+        passed_ms = (now_ns - self._reading_since_ns) / NANOS_PER_MILLI
+        return max(0.0, self.prefill_tokens * (self.input_ms or 0.0) - passed_ms)
+
+    def take(self, lane: int, kv_tokens: Tokens, prefill_tokens: Tokens, now_ns: Nanos) -> None:
         """A request starts on this lane."""
+        if not self._prefills:
+            self._reading_since_ns = now_ns
         self._kv_tokens[lane] = kv_tokens
         self._prefills[lane] = prefill_tokens
         self.kv_tokens += kv_tokens
         self.prefill_tokens += prefill_tokens
 
-    def prefilled(self, lane: int) -> None:
-        """Its first output exists."""
+    def prefilled(self, lane: int, now_ns: Nanos) -> None:
+        """Its first output exists, and the next prompt is read."""
         self.prefill_tokens -= self._prefills.pop(lane, 0)
+        self._reading_since_ns = now_ns
 
     def grew(self, lane: int, kv_tokens: Tokens) -> None:
         """Input and output are so many tokens by now; less than was reserved changes nothing."""
@@ -78,5 +87,5 @@ class Room:
 
     def free(self, lane: int) -> None:
         """The lane is free again."""
-        self.prefilled(lane)
+        self.prefill_tokens -= self._prefills.pop(lane, 0)
         self.kv_tokens -= self._kv_tokens.pop(lane)

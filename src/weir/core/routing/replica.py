@@ -176,9 +176,9 @@ class Replica:
         """A probe failed: the next one that is answered settles it."""
         self.advance(ReplicaEvent.DOUBTED)
 
-    def showed_output(self, lane: int) -> None:
+    def showed_output(self, lane: int, now_ns: Nanos = 0) -> None:
         """The request on this lane has output: its input is read, and if it is a trial, the next one may start."""
-        self.room.prefilled(lane)
+        self.room.prefilled(lane, now_ns)
         if lane == self._silent_trial:
             self._silent_trial = None
             self._count_free()
@@ -216,11 +216,11 @@ class Replica:
         if self._pace.observe(ratio, began_ns, self.running, now_ns):
             self._count_free()
 
-    def take_lane(self, kv_tokens: Tokens = 0, prefill_tokens: Tokens = 0) -> int:
+    def take_lane(self, kv_tokens: Tokens = 0, prefill_tokens: Tokens = 0, now_ns: Nanos = 0) -> int:
         """The lowest free lane, taken, for what takes this much of its room."""
         assert self.free > 0
         lane = heapq.heappop(self._free_lanes)
-        self.room.take(lane, kv_tokens, prefill_tokens)
+        self.room.take(lane, kv_tokens, prefill_tokens, now_ns)
         if self.state is ReplicaState.HALF_OPEN:
             self._trials.add(lane)
             self._silent_trial = lane
