@@ -18,7 +18,7 @@ from weir.units import ns_from_ms
 
 KV_MAX = 1_000
 MARKS = tuple(f"mark {number}".encode() for number in range(4))
-LONG = Need(400, 300, MARKS, 1_024)
+LONG = Need(400, 300, MARKS, 2_048)
 
 
 def ready(name: str, concurrency: int, *running: tuple[int, int], kv_tokens_max: int | None = KV_MAX) -> Replica:

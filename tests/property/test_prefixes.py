@@ -33,7 +33,7 @@ class _Replica:
             del self.uses[0]
 
     def placed(self, path: str, tokens: Tokens) -> None:
-        marks = marks_within(256 * len(path))
+        marks = marks_within(512 * len(path))
         ends = [tokens * mark // marks[-1] for mark in marks]
         shares = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         known = dict(self.uses)
@@ -93,7 +93,7 @@ def test_a_longer_prompt_keeps_every_mark(size: Bytes, more: Bytes) -> None:
     marks, longer = marks_within(size), marks_within(size + more)
     assert longer[: len(marks)] == marks
     assert all(mark <= size for mark in marks)
-    assert all(end - start == max(256, start // 8) for start, end in zip((0, *longer), longer, strict=False))
+    assert all(end - start == max(512, start // 8) for start, end in zip((0, *longer), longer, strict=False))
 
 
 @given(st.integers(0, 64), st.integers(0, 2_000_000), st.integers(0, 1_000_000))

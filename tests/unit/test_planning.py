@@ -123,7 +123,7 @@ async def test_what_can_never_work_is_refused(request_: InferenceRequest, refusa
 async def test_appended_messages_keep_all_marks() -> None:
     """Protects affinity: a conversation's next turn is known to hold all that the last one held."""
     planner = _planner(ready=2)
-    turns = tuple(Message(role, f"{number} " * 150) for number, role in enumerate(["system", *["user", "assistant"] * 4]))
+    turns = tuple(Message(role, f"{number} " * 300) for number, role in enumerate(["system", *["user", "assistant"] * 4]))
     known: tuple[bytes, ...] = ()
     for end in range(1, len(turns) + 1):
         prefix = await _prefix(planner, turns[:end])
@@ -134,7 +134,7 @@ async def test_appended_messages_keep_all_marks() -> None:
 async def test_a_text_that_grows_keeps_all_marks() -> None:
     """Protects affinity at a text's end, wherever a mark falls: nothing is digested there that longer texts do not have."""
     planner = _planner(ready=2)
-    for size in range(240, 260):
+    for size in range(500, 520):
         prefix = await _prefix(planner, "é" * size)
         longer = await _prefix(planner, "é" * size + "more" * 200)
         appended = await _prefix(planner, (Message("user", "é" * size), Message("assistant", "more" * 200)))
@@ -145,23 +145,23 @@ async def test_a_text_that_grows_keeps_all_marks() -> None:
 async def test_a_plain_prompt_is_known_as_one_message() -> None:
     """Protects affinity between surfaces: what the engine gets alike has the same marks."""
     planner = _planner(ready=2)
-    prefix = await _prefix(planner, "x" * 600)
+    prefix = await _prefix(planner, "x" * 1_200)
     assert len(prefix) == 2
-    assert prefix == await _prefix(planner, (Message("user", "x" * 600),))
-    assert prefix[0] != (await _prefix(planner, (Message("system", "x" * 600),)))[0]
+    assert prefix == await _prefix(planner, (Message("user", "x" * 1_200),))
+    assert prefix[0] != (await _prefix(planner, (Message("system", "x" * 1_200),)))[0]
 
 
 async def test_what_is_divided_differently_has_other_marks() -> None:
     """Protects predictions: two messages are not one that contains what divides them."""
     planner = _planner(ready=2)
-    two = (Message("user", "x" * 50), Message("user", "x" * 250))
+    two = (Message("user", "x" * 50), Message("user", "x" * 550))
     for divider in ("", "\x00user\x00", "user", "ÿuserÿ"):
-        assert (await _prefix(planner, "x" * 50 + divider + "x" * 250))[0] != (await _prefix(planner, two))[0]
+        assert (await _prefix(planner, "x" * 50 + divider + "x" * 550))[0] != (await _prefix(planner, two))[0]
 
 
 async def test_equal_prompts_share_no_mark_between_tenants_revisions_or_platforms() -> None:
     """Protects isolation: digests link no prompts across tenants, and nobody can guess a text without the secret."""
-    planner, prompt = _planner(ready=2), "the same prompt " * 40
+    planner, prompt = _planner(ready=2), "the same prompt " * 80
     prefixes = [
         await _prefix(planner, prompt),
         await _prefix(planner, prompt, "globex"),
@@ -173,11 +173,11 @@ async def test_equal_prompts_share_no_mark_between_tenants_revisions_or_platform
     assert {len(digest) for digest in digests} == {MARK_DIGEST_BYTES}
 
 
-@pytest.mark.parametrize(("ready", "size"), [(0, 1_000), (1, 1_000), (2, 250)])
+@pytest.mark.parametrize(("ready", "size"), [(0, 1_000), (1, 1_000), (2, 500)])
 async def test_no_marks_without_a_choice_or_a_beginning(ready: int, size: int) -> None:
     """Protects the gateway's time: one replica needs no choice, and a short prompt is not worth one."""
     assert await _prefix(_planner(ready=ready), "x" * size) == ()
-    assert len(await _prefix(_planner(ready=2), "x" * 251)) == 1
+    assert len(await _prefix(_planner(ready=2), "x" * 507)) == 1
 
 
 @pytest.mark.parametrize("letter", ["x", "\U0001f600"])
@@ -204,7 +204,7 @@ async def test_only_the_marked_beginning_is_looked_at(letter: str) -> None:
 async def test_the_coordinator_gets_digests_and_no_text() -> None:
     """Protects privacy: what is asked of the coordinator carries the marks and nothing of the prompt."""
     planner = _planner(ready=2)
-    plan = await planner.plan(_principal("acme"), InferenceRequest("chat", "a private word " * 40))
+    plan = await planner.plan(_principal("acme"), InferenceRequest("chat", "a private word " * 80))
     prefix = planner.prefix(plan)
     acquire = acquire_of(plan, Ids(1, "request", "generation"), planner.digest(plan), prefix, "native", 0)
     assert acquire.prefix == prefix and len(prefix) == 2

@@ -22,11 +22,11 @@ def _prefix(path: str) -> tuple[bytes, ...]:
 def test_marks_are_close_at_first_and_bounded_in_number() -> None:
     """Protects the meaning of digests: changed offsets would make two versions of a gateway disagree."""
     assert marks_within(MARK_STEP_BYTES - 1) == ()
-    assert marks_within(MARK_STEP_BYTES) == (256,)
-    assert marks_within(3_000) == (256, 512, 768, 1_024, 1_280, 1_536, 1_792, 2_048, 2_304, 2_592, 2_916)
+    assert marks_within(MARK_STEP_BYTES) == (512,)
+    assert marks_within(3_000) == (512, 1_024, 1_536, 2_048, 2_560)
     marks = marks_within(1 << 40)
-    assert len(marks) == MARKS_MAX and marks[-1] == MARKS_END_BYTES == 1_497_360
-    assert marks_within(2_915) == marks[:10]
+    assert len(marks) == MARKS_MAX and marks[-1] == MARKS_END_BYTES == 2_996_899
+    assert marks_within(5_183) == marks[:9]
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,9 @@ def test_marks_are_close_at_first_and_bounded_in_number() -> None:
     [
         (0, 0, 0, 0),
         (0, 1_000, 250, 0),
-        (1, 1_000, 250, 64),
-        (3, 1_000, 250, 192),
-        (1, 256, 64, 63),  # one token is always computed
+        (1, 1_000, 250, 128),
+        (3, 2_000, 500, 384),
+        (1, 512, 64, 63),  # one token is always computed
         (2, 100, 64, 63),  # texts so short that most of what was digested divides them
         (1, 300, 0, 0),
     ],

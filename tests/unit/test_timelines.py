@@ -152,7 +152,7 @@ def test_candidates_say_why_a_replica_does_not_take_it() -> None:
     replicas[5].room.kv_tokens_max = 150
     index, prefix = PrefixIndex(), (b"first", b"second")
     index.placed("holding", prefix[:1], 32)
-    assert candidates_of(replicas, Need(80, 64, prefix, 512), index, "failed").kept == [
+    assert candidates_of(replicas, Need(80, 64, prefix, 1_024), index, "failed").kept == [
         Candidate("idle", 2, 0, 0, 0, None, 64),
         Candidate("half", 1, 1, 100, 40, None, 104),
         Candidate("busy", 0, 2, 200, 80, why_not=WhyNot.FULL),

@@ -7,7 +7,7 @@ name, so that a decision repeats. A half-open replica goes first, which is how i
 and goes there only where no other has room.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from weir.core.routing.capacity import NOTHING, Need
@@ -32,12 +32,10 @@ def place(
     replicas: Iterable[Replica], need: Need = NOTHING, index: PrefixIndex | None = None, avoid: str | None = None
 ) -> Site | None:
     """The replica that is to take it, or None when none has room. avoid: not this one. index: None where none is kept."""
-    able = [replica for replica in replicas if replica.free and replica.name != avoid]
+    able = [replica for replica in replicas if replica.free and replica.name != avoid and replica.room.fits(need)]
     if not able:
         return None  # most replicas of a busy pool are full, and this runs for every request
-    sites = _with_room(able, need, index)
-    if not sites:
-        return None
+    sites = _sites(able, need, index)
     if len(sites) == 1:
         return sites[0]
     if trials := [site for site in sites if site.replica.state is ReplicaState.HALF_OPEN]:
@@ -48,18 +46,14 @@ def place(
     return min(near, key=lambda site: _score(site, need))
 
 
-def _with_room(able: list[Replica], need: Need, index: PrefixIndex | None) -> list[Site]:
-    roomy = [replica for replica in able if replica.room.fits(need)]
-    if index is None or not need.prefix or not roomy:
-        return [Site(replica, 0) for replica in roomy]
-    held = _held(roomy, need.prefix, index)
-    return [Site(replica, cached_tokens(held.get(replica.name, 0), need.prefix_bytes, need.input_tokens)) for replica in roomy]
-
-
-def _held(able: list[Replica], prefix: tuple[bytes, ...], index: PrefixIndex) -> Mapping[str, int]:
-    if len(able) > _FEW:
-        return index.held(prefix)
-    return {replica.name: index.depth(replica.name, prefix) for replica in able}
+def _sites(able: list[Replica], need: Need, index: PrefixIndex | None) -> list[Site]:
+    if index is None or not need.prefix:
+        return [Site(replica, 0) for replica in able]
+    prefix, size, tokens = need.prefix, need.prefix_bytes, need.input_tokens
+    if len(able) <= _FEW:
+        return [Site(replica, cached_tokens(index.depth(replica.name, prefix), size, tokens)) for replica in able]
+    held = index.held(prefix)
+    return [Site(replica, cached_tokens(held.get(replica.name, 0), size, tokens)) for replica in able]
 
 
 def _score(site: Site, need: Need) -> tuple[Tokens, float, str]:

@@ -12,12 +12,12 @@ from weir.units import Bytes, Tokens
 
 MARKS_MAX = 64
 """Of one prompt."""
-MARK_STEP_BYTES: Bytes = 256
+MARK_STEP_BYTES: Bytes = 512
 """The first mark, and the least distance of two."""
 KV_TOKENS = 100_000
 """What a replica that does not say is believed to keep: 12 GiB of an 8B model's KV blocks."""
 MARKS_PER_REPLICA_MAX = 20_000
-"""A mark is of 64 tokens or more of ordinary text: enough for a KV memory of a million tokens."""
+"""A mark is of 128 tokens or more of ordinary text: enough for a KV memory of two million tokens."""
 _GROUPS_MAX = 1_024
 
 
@@ -30,7 +30,7 @@ def _marks() -> tuple[Bytes, ...]:
 
 _MARKS = _marks()
 MARKS_END_BYTES = _MARKS[-1]
-"""1,497,360: what follows the last mark is not looked at."""
+"""2,996,899: what follows the last mark is not looked at."""
 
 
 def marks_within(size: Bytes) -> tuple[Bytes, ...]:

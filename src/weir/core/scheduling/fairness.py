@@ -211,10 +211,16 @@ class FairOrder:
 
     def _move(self, tenant: str, flow: _Flow, amount: int) -> None:
         flow.counter += amount
-        if flow.head is not None:
-            self._counters.put(tenant, flow.counter)
-            if tenant in self._far:  # one that is near is looked at before it is chosen
-                self._far.put(tenant, flow.counter)
+        if flow.head is None:
+            return
+        self._counters.put(tenant, flow.counter)
+        if tenant in self._far or self._is_beyond_the_slack(flow):  # its next head need not be put among the near ones
+            self._near.discard(tenant)
+            self._far.put(tenant, flow.counter)
+
+    def _is_beyond_the_slack(self, flow: _Flow) -> bool:
+        smallest = self._counters.first()
+        return smallest is not None and flow.counter > smallest[0] + self._slack
 
     def _forget_quiet(self) -> None:
         """Drop flows that a lift would set where a new one starts."""
