@@ -38,7 +38,7 @@ DOUBLINGS, HALVINGS = 5, 4
 COUNTED_REQUESTS = 100
 """Of a tenant that counts as the worst: with fewer, a 95th percentile is one request."""
 
-CONVERSATIONS, CONVERSATION_RATES = "mooncake_conversation", ((1.0, 3), (6.0, 17))
+CONVERSATIONS, CONVERSATION_RATES = "mooncake_conversation", ((1.0, 3), (6.25, 17))
 """Times the recorded rate, and replicas: about what the fleet can do when it is told nothing."""
 
 

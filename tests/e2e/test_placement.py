@@ -246,7 +246,7 @@ def check_stays(account: Account, name: str, opening: str, replica: str) -> Json
         scores = {each["replica"]: each["score"] for each in dispatched["candidates"]}
         [holder] = [each for each in dispatched["candidates"] if "cached_tokens" in each]
         assert dispatched["replica"] == holder["replica"] == replica == min(scores, key=scores.__getitem__)
-        assert holder["score"] == usage["input_tokens"] - holder["cached_tokens"]
+        assert holder["score"] == 2 * (usage["input_tokens"] - holder["cached_tokens"])
         assert holder["cached_tokens"] <= usage["cached_input_tokens"] + 20
         before = usage["input_tokens"]
     return holder

@@ -48,9 +48,9 @@ def share(replica: Replica) -> float:
 
 
 def unread(replica: Replica, need: Need, held: dict[str, int]) -> int:
-    """Prompt tokens to be read until the first output of this request."""
+    """Prompt tokens to be read until the first output of this request, its own counted double."""
     cached = cached_tokens(held.get(replica.name, 0), need.prefix_bytes, need.input_tokens)
-    return replica.room.prefill_tokens + need.input_tokens - cached
+    return replica.room.prefill_tokens + 2 * (need.input_tokens - cached)
 
 
 loads = st.lists(

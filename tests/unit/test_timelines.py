@@ -153,11 +153,11 @@ def test_candidates_say_why_a_replica_does_not_take_it() -> None:
     index, prefix = PrefixIndex(), (b"first", b"second")
     index.placed("holding", prefix[:1], 32)
     assert candidates_of(replicas, Need(80, 64, prefix, 1_024), index, "failed").kept == [
-        Candidate("idle", 2, 0, 0, 0, None, 64),
-        Candidate("half", 1, 1, 100, 40, None, 104),
+        Candidate("idle", 2, 0, 0, 0, None, 128),
+        Candidate("half", 1, 1, 100, 40, None, 168),
         Candidate("busy", 0, 2, 200, 80, why_not=WhyNot.FULL),
         Candidate("failed", 2, 0, 0, 0, why_not=WhyNot.AVOIDED),
-        Candidate("holding", 2, 0, 0, 0, 32, 32),
+        Candidate("holding", 2, 0, 0, 0, 32, 64),
         Candidate("crowded", 1, 1, 100, 40, why_not=WhyNot.NO_ROOM),
         Candidate("starting", 0, 0, 0, 0, why_not=WhyNot.NOT_READY),
     ]

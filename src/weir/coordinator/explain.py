@@ -20,6 +20,7 @@ from weir.core.endings import FinishReason
 from weir.core.ledger.book import Taken
 from weir.core.ledger.records import BucketTake, EndRecord, ReleaseRecord, SettleRecord
 from weir.core.routing.capacity import Need
+from weir.core.routing.placement import score
 from weir.core.routing.prefixes import PrefixIndex, cached_tokens
 from weir.core.routing.replica import Replica, ReplicaState
 from weir.core.tenancy import Scope
@@ -57,7 +58,7 @@ class Candidate(NamedTuple):
     """A replica as the placement met it. score: what was compared first, the least wins; None where why_not says why.
 
     free, running: lanes. kv_tokens: reserved; prefill_tokens: still to be read; cached_tokens: of this input, held there.
-    score: prompt tokens that are to be read until its first output.
+    score: prompt tokens that are to be read until its first output, this input's double.
     """
 
     replica: str
@@ -103,7 +104,7 @@ def _candidate(replica: Replica, need: Need, held: Mapping[str, int], avoid: str
     cached = cached_tokens(held[name], need.prefix_bytes, need.input_tokens) if name in held else 0
     if not room.fits(need):
         return Candidate(*seen, cached or None, None, WhyNot.NO_ROOM)
-    return Candidate(*seen, cached or None, room.prefill_tokens + need.input_tokens - cached)
+    return Candidate(*seen, cached or None, score(replica, need, cached))
 
 
 def _why_not(replica: Replica, avoid: str | None) -> WhyNot | None:

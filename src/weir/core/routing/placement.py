@@ -1,7 +1,8 @@
 """Which replica takes a request: filter by room, then the least predicted time to first token, within a bounded skew.
 
 The time is that of the prompt tokens which the replica has still to read and of those of this input that it does not hold
-already: replicas of a pool read equally fast, so tokens stand for it. A replica that holds much of an input draws it, but only
+already: replicas of a pool read equally fast, so tokens stand for it. The latter count double, because they delay also who
+comes next: a fleet near its limit is quicker for all when little is read twice. A replica that holds much of an input draws it, but only
 among those whose share of lanes taken is within SKEW of the smallest; where that is equal the smallest share wins, then the
 name, so that a decision repeats. A half-open replica goes first, which is how it is tried; a second attempt is the last one,
 and goes there only where no other has room.
@@ -17,6 +18,8 @@ from weir.units import Tokens
 
 SKEW = 0.25
 """By which share of its lanes a replica may be fuller than the emptiest, and still take what it holds the beginning of."""
+_READ_COST = 2
+"""Of a token that this request has to have read, beside one that is read before it."""
 _FEW = 4
 """Replicas that are asked one by one what they hold; for more the index is asked once."""
 
@@ -59,5 +62,9 @@ def _sites(able: list[Replica], need: Need, index: PrefixIndex | None) -> list[S
 def _score(site: Site, need: Need) -> tuple[Tokens, float, str]:
     """What is compared, the least wins."""
     replica = site.replica
-    unread = replica.room.prefill_tokens + need.input_tokens - site.cached_tokens
-    return unread, replica.running / replica.allowed, replica.name
+    return score(replica, need, site.cached_tokens), replica.running / replica.allowed, replica.name
+
+
+def score(replica: Replica, need: Need, cached: Tokens) -> Tokens:
+    """What is compared of replicas with room first, the least wins. cached: of the input, believed to be held there."""
+    return replica.room.prefill_tokens + _READ_COST * (need.input_tokens - cached)
