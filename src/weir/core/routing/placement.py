@@ -2,10 +2,11 @@
 
 The time is that of the prompt tokens which the replica has still to read and of those of this input that it does not hold
 already: replicas of a pool read equally fast, so tokens stand for it. The latter count double, because they delay also who
-comes next: a fleet near its limit is quicker for all when little is read twice. A replica that holds much of an input draws it, but only
-among those whose share of lanes taken is within SKEW of the smallest; where that is equal the smallest share wins, then the
-name, so that a decision repeats. A half-open replica goes first, which is how it is tried; a second attempt is the last one,
-and goes there only where no other has room.
+comes next: a fleet near its limit is quicker for all when little is read twice.
+
+A replica that holds much of an input draws it, but only among those whose share of lanes taken is within SKEW of the smallest;
+where that is equal the smallest share wins, then the name, so that a decision repeats. A half-open replica goes first, which is
+how it is tried; a second attempt is the last one, and goes there only where no other has room.
 """
 
 from collections.abc import Iterable
