@@ -4,7 +4,7 @@ The control asks the same process without Weir, which is what a tenant cannot do
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -90,28 +90,26 @@ async def test_a_slot_filled_around_weir_is_not_met_either(replica: UnderTest, d
 # ── by the clock ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def sender(replica: UnderTest, tenant: str) -> Send:
-    """Sends through Weir's client; seconds to the first token."""
+def timed(ask: Callable[[str], Awaitable[object]]) -> Send:
+    """Sends so; seconds to the first token."""
 
     async def send(prompt: str) -> float:
         now = asyncio.get_running_loop().time
         begun = now()
-        await cached(replica, prompt, tenant)
+        await ask(prompt)
         return now() - begun
 
     return send
+
+
+def sender(replica: UnderTest, tenant: str) -> Send:
+    """Sends through Weir's client."""
+    return timed(lambda prompt: cached(replica, prompt, tenant))
 
 
 def sender_around(client: HttpClient, replica: UnderTest) -> Send:
     """Sends around Weir."""
-
-    async def send(prompt: str) -> float:
-        now = asyncio.get_running_loop().time
-        begun = now()
-        await cached_around(client, replica, prompt)
-        return now() - begun
-
-    return send
+    return timed(lambda prompt: cached_around(client, replica, prompt))
 
 
 @pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(60, marks=pytest.mark.slow)])

@@ -5,7 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from weir.core.endings import FinishReason
 from weir.core.routing.concurrency import QUIET_NS
-from weir.core.routing.replica import IllegalReplicaTransition, Lanes, Replica, ReplicaEvent, ReplicaLimits, ReplicaState
+from weir.core.routing.replica import IllegalReplicaTransition, LaneSums, Replica, ReplicaEvent, ReplicaLimits, ReplicaState
 from weir.units import ns_from_ms
 
 SIZES = (1, 3, 8)
@@ -17,7 +17,7 @@ class LanesMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sums = Lanes()
+        self.sums = LaneSums()
         self.replicas = [Replica(f"r{size}", "pool", ReplicaLimits(size, 1), 100, self.sums) for size in SIZES]
         self.running: list[tuple[Replica, int]] = []
         self.now_ns = 0
@@ -94,7 +94,7 @@ TestLanesMachine = LanesMachine.TestCase
 
 def test_a_limit_below_what_runs_takes_nothing_away_and_offers_nothing() -> None:
     """Protects what runs: late answers lower the limit, running requests stay, and lanes return to use as they end."""
-    sums = Lanes()
+    sums = LaneSums()
     replica = Replica("r", "pool", ReplicaLimits(10, 2), sums=sums)
     replica.answered(0)
     lanes = [replica.take_lane() for _ in range(10)]

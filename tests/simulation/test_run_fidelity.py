@@ -1,12 +1,11 @@
 """Runs in full: the real gateway and every token say the same as the played side; and what both tell about the door."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from random import Random
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.simulation.test_runs import Listed
 
 from weir.config import CoordinatorConfig
 from weir.sim.runs.arrivals import Arrival, drawn_workload
@@ -16,28 +15,6 @@ from weir.sim.runs.paces import engine_model
 from weir.sim.runs.whole_gateway import prompt_of
 
 BOTH = pytest.mark.parametrize("fidelity", list(Fidelity))
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """These requests and no others."""
-
-    requests: tuple[Arrival, ...]
-    label: str = "written"
-
-    @property
-    def span_s(self) -> float:
-        """Until the last one."""
-        return self.requests[-1].at_s
-
-    @property
-    def tenants(self) -> tuple[str, ...]:
-        """Who asks."""
-        return tuple(sorted({request.tenant for request in self.requests}))
-
-    def arrivals(self, random: Random) -> Iterator[Arrival]:
-        """As written."""
-        return iter(self.requests)
 
 
 def drawn(text: str, faults: tuple[str, ...] = (), replicas: int = 2, **more: Any) -> RunSpec:
@@ -50,7 +27,7 @@ def drawn(text: str, faults: tuple[str, ...] = (), replicas: int = 2, **more: An
 
 def written(fidelity: Fidelity, *requests: Arrival, faults: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
     """The result of these requests on one replica of 1,000 tokens a second."""
-    workload = Written(requests)
+    workload = Listed(requests)
     outages, _ = faults_of(faults, 1, workload.tenants)
     spec = RunSpec(workload, engine_model("flat:1000"), workload.span_s, noise_sigma=0.0, outages=outages, fidelity=fidelity)
     return simulate(replace(spec, coordinator=CoordinatorConfig(group_ms=1), **more), 1)

@@ -12,7 +12,7 @@ from weir.core.registry.model import Pool
 from weir.core.routing.breaker import BACK_OFF_MS
 from weir.core.routing.capacity import Need
 from weir.core.routing.prefixes import PrefixIndex
-from weir.core.routing.replica import Lanes, Replica, ReplicaEvent, ReplicaLimits, ReplicaState
+from weir.core.routing.replica import LaneSums, Replica, ReplicaEvent, ReplicaLimits, ReplicaState
 from weir.messages import ReplicaAddress, ReplicaPace
 from weir.ports import Clock
 from weir.units import Millis, Nanos
@@ -27,7 +27,7 @@ class PoolView:
 
     pool: Pool
     replicas: dict[str, Replica] = field(default_factory=dict)
-    lanes: Lanes = field(default_factory=Lanes)
+    lanes: LaneSums = field(default_factory=LaneSums)
     pace: ReplicaPace | None = None
     _paces: dict[str, ReplicaPace] = field(default_factory=dict)
 

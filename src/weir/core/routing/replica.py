@@ -104,7 +104,7 @@ class ReplicaLimits:
 
 
 @dataclass(slots=True)
-class Lanes:
+class LaneSums:
     """Sums over the replicas of a pool. usable: lanes that work may use now, taken or free; free: those of them not taken."""
 
     usable: int = 0
@@ -136,14 +136,14 @@ class Replica:
     )
 
     def __init__(
-        self, name: str, pool: str, limits: ReplicaLimits, back_off_ms: Millis = BACK_OFF_MS, sums: Lanes | None = None
+        self, name: str, pool: str, limits: ReplicaLimits, back_off_ms: Millis = BACK_OFF_MS, sums: LaneSums | None = None
     ) -> None:
         self.name = name
         self.pool = pool
         self.limits = limits
         self.state = ReplicaState.STARTING
         self.room = Room()
-        self._sums = sums or Lanes()
+        self._sums = sums or LaneSums()
         self._breaker = Breaker(back_off_ms)
         self._pace = AdaptiveLimit(limits.concurrency, limits.concurrency if limits.least is None else limits.least)
         self._free_lanes = list(range(limits.concurrency))
