@@ -5,17 +5,9 @@ import pytest
 from tests.simulation.test_late_messages import ASKED
 
 from weir import errors
+from weir.coordinator.candidates import CANDIDATES_MAX, Candidate, Candidates, WhyNot, candidates_of
 from weir.coordinator.execution import Execution, Placement
-from weir.coordinator.explain import (
-    CANDIDATES_MAX,
-    EVENTS_MAX,
-    Candidate,
-    Candidates,
-    DoorFigures,
-    Timelines,
-    WhyNot,
-    candidates_of,
-)
+from weir.coordinator.explain import EVENTS_MAX, DoorFigures, Timelines
 from weir.core.admission import Admit
 from weir.core.endings import FinishReason
 from weir.core.ledger.book import Taken

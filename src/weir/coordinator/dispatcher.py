@@ -12,9 +12,10 @@ from functools import partial
 
 from weir import errors
 from weir.config import CoordinatorConfig
+from weir.coordinator.candidates import Candidates, candidates_of
 from weir.coordinator.domain import Domain, Lanes, MakeOrder, fair_order
 from weir.coordinator.execution import Execution, Placement
-from weir.coordinator.explain import Candidates, DoorFigures, candidates_of
+from weir.coordinator.explain import DoorFigures
 from weir.coordinator.fleet import START_EXPECTED_MS, Fleet, PoolView
 from weir.coordinator.journal import Journal
 from weir.coordinator.pool_domains import PoolDomains

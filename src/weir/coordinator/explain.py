@@ -6,33 +6,26 @@ request that is forgotten is dropped.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
-from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 from weir import errors
+from weir.coordinator.candidates import NO_CANDIDATES, Candidate, Candidates
 from weir.coordinator.execution import Execution
 from weir.coordinator.sessions import Sessions
 from weir.core.admission import Admit
 from weir.core.endings import FinishReason
 from weir.core.ledger.book import Taken
 from weir.core.ledger.records import BucketTake, EndRecord, ReleaseRecord, SettleRecord
-from weir.core.routing.capacity import Need
-from weir.core.routing.placement import score
-from weir.core.routing.prefixes import PrefixIndex, cached_tokens
-from weir.core.routing.replica import Replica, ReplicaState
+from weir.core.routing.replica import Replica
 from weir.core.tenancy import Scope
 from weir.messages import Acquire, Down, EndBooked, Ended, EndUnbooked, Finish, GenerationRecord, Granted, Stopped
 from weir.ports import Clock
-from weir.units import NANOS_PER_MILLI, Millis, Nanos, Tokens, ms_from_ns
+from weir.units import NANOS_PER_MILLI, Millis, Nanos, ms_from_ns
 
 EVENTS_MAX = 32
 """Of one request: twice what two attempts make."""
-
-CANDIDATES_MAX = 8
-"""Of one look at a pool: each costs half a microsecond of every dispatch."""
 
 _REJECTED_SHARE = 4
 """One rejected request is kept for so many executions."""
@@ -42,81 +35,6 @@ _REJECTED = 0
 
 _Key: TypeAlias = tuple[str, str, int]
 _Event: TypeAlias = tuple[Nanos, str, Any]
-
-
-class WhyNot(StrEnum):
-    """Why a replica could not take a request."""
-
-    FULL = "full"
-    ON_TRIAL = "on trial"
-    AVOIDED = "avoided"
-    NOT_READY = "not ready"
-    NO_ROOM = "no room"
-
-
-class Candidate(NamedTuple):
-    """A replica as the placement met it. score: what was compared first, the least wins; None where why_not says why.
-
-    free, running: lanes. kv_tokens: reserved; prefill_tokens: still to be read; cached_tokens: of this input, held there.
-    score: prompt tokens that are to be read until its first output, this input's double.
-    """
-
-    replica: str
-    free: int
-    running: int
-    kv_tokens: Tokens
-    prefill_tokens: Tokens
-    cached_tokens: Tokens | None = None
-    score: Tokens | None = None
-    why_not: WhyNot | None = None
-
-
-class Candidates(NamedTuple):
-    """Some replicas of a pool as the placement met them, and how many more it has."""
-
-    kept: Sequence[Candidate] = ()
-    more: int = 0
-
-
-NO_CANDIDATES = Candidates()
-
-
-def candidates_of(
-    replicas: Collection[Replica],
-    need: Need,
-    index: PrefixIndex,
-    avoid: str | None = None,
-    chosen: Replica | None = None,
-) -> Candidates:
-    """A pool as the placement meets it now: its first replicas, the chosen among them. avoid: the one that it leaves out."""
-    kept = list(islice(replicas, CANDIDATES_MAX))
-    if chosen is not None and chosen not in kept:
-        kept[-1] = chosen
-    held = index.held(need.prefix) if need.prefix else {}
-    return Candidates([_candidate(replica, need, held, avoid) for replica in kept], len(replicas) - len(kept))
-
-
-def _candidate(replica: Replica, need: Need, held: Mapping[str, int], avoid: str | None) -> Candidate:
-    room, name = replica.room, replica.name
-    seen = name, replica.free, replica.running, room.kv_tokens, room.prefill_tokens
-    if (why_not := _why_not(replica, avoid)) is not None:
-        return Candidate(*seen, None, None, why_not)
-    cached = cached_tokens(held[name], need.prefix_bytes, need.input_tokens) if name in held else 0
-    if not room.fits(need):
-        return Candidate(*seen, cached or None, None, WhyNot.NO_ROOM)
-    return Candidate(*seen, cached or None, score(replica, need, cached))
-
-
-def _why_not(replica: Replica, avoid: str | None) -> WhyNot | None:
-    """Why it takes nothing, whatever it is asked for."""
-    if not replica.takes_work:
-        return WhyNot.NOT_READY
-    if replica.name == avoid:
-        return WhyNot.AVOIDED
-    if replica.free:
-        return None
-    on_trial = replica.state is ReplicaState.HALF_OPEN and replica.running < replica.limits.concurrency
-    return WhyNot.ON_TRIAL if on_trial else WhyNot.FULL
 
 
 class DoorFigures(NamedTuple):
