@@ -70,6 +70,7 @@ class WeirError(Exception):
     http_status: ClassVar[int] = 500
     title: ClassVar[str] = "Something in the platform failed"
     should_retry: ClassVar[bool | None] = None  # None: leave it to the status code
+    waits_exactly: ClassVar[bool] = False  # whether retry_after_ms is no estimate
 
     def __init__(
         self,
@@ -180,10 +181,12 @@ class Rejected(WeirError):
 
 class RequestsLimited(Rejected):
     code, http_status, title = "requests_limited", 429, "Too many requests per minute"
+    waits_exactly = True
 
 
 class TokensLimited(Rejected):
     code, http_status, title = "tokens_limited", 429, "Too many tokens per minute"
+    waits_exactly = True
 
 
 class ConcurrencyLimited(Rejected):
@@ -193,6 +196,7 @@ class ConcurrencyLimited(Rejected):
 class BudgetExhausted(Rejected):
     code, http_status, title = "budget_exhausted", 429, "The budget is exhausted"
     should_retry = False
+    waits_exactly = True
 
 
 class QueueFull(Rejected):

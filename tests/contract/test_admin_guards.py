@@ -191,7 +191,7 @@ async def test_a_store_that_fails_answers_503_with_a_time_to_come_back(stand: St
     stand.cell.fault = errors.LedgerUnavailable(retry_after_ms=1_500)
     answer = await stand.call("GET", "/admin/v1/ledger?tenant=acme")
     assert (answer.status_code, answer.json()["code"]) == (503, "ledger_unavailable")
-    assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("2", "1500")
+    assert answer.headers["retry-after"] == "2" and 1_500 <= int(answer.headers["retry-after-ms"]) <= 1_875
 
 
 async def test_a_bug_is_a_problem_without_its_text(stand: Stand) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -195,7 +196,7 @@ async def test_bodies_in_flight_are_bounded_together_and_given_back(ending: str)
         reader, second = await send_part(stand, 150 * KIBIBYTE)
         second.write(b" " * (30 * KIBIBYTE))
         refusal = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WAIT_S)
-        assert refusal.startswith(b"HTTP/1.1 503") and b"retry-after: 1\r\n" in refusal
+        assert refusal.startswith(b"HTTP/1.1 503") and re.search(rb"retry-after: [12]\r\n", refusal)
         assert b'"queue_full"' in await asyncio.wait_for(reader.read(KIBIBYTE), WAIT_S)
         assert (await stand.ask("POST", "/v1/generations", {"model_alias": "absent", "input": "x"})).status_code == 404
         match ending:

@@ -124,7 +124,7 @@ def check_refusal(asked: Round, answer: Answer) -> None:
 
 
 def check_time_to_wait(asked: Round, answer: Answer, told: Mapping[str, Any]) -> None:
-    """Exact where a clock decides, absent where waiting cannot help."""
+    """Exact where a clock decides, spread where it is an estimate, absent where waiting cannot help."""
     if asked.limit.endswith("lifetime"):
         assert "retry-after" not in answer.headers and answer.headers["x-should-retry"] == "false"
         assert "resets_at" not in told
@@ -132,7 +132,7 @@ def check_time_to_wait(asked: Round, answer: Answer, told: Mapping[str, Any]) ->
     wait_ms = int(answer.headers["retry-after-ms"])
     assert int(answer.headers["retry-after"]) == -(-wait_ms // 1000)
     if asked.limit == "concurrency":
-        assert wait_ms == 1_000
+        assert 1_000 <= wait_ms <= 1_250
     elif asked.limit.endswith("minute"):
         assert 60_000 / ROOM * 0.9 <= wait_ms <= 60_000 / ROOM  # a third of the bucket, less what has refilled
         assert datetime.fromisoformat(told["resets_at"]) > datetime.now(UTC) + timedelta(milliseconds=wait_ms)

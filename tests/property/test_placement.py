@@ -1,9 +1,9 @@
 """Which replica takes a request: one with room, no fuller than the skew allows, and of those the one that reads it soonest."""
 
 from collections import Counter
-from dataclasses import replace
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,13 +101,13 @@ def test_nobody_without_room_takes_it() -> None:
     """Protects replicas: neither lanes, memory nor the backlog of prompts is exceeded, whatever is held there."""
     full, crowded, reading = ready("a", 1, (10, 0)), ready("b", 4, (700, 0)), ready("c", 4, (10, 40))
     reading.room.input_ms = 0.5
-    index, short = PrefixIndex(), replace(LONG, backlog_ms=20)
+    index, short = PrefixIndex(), msgspec.structs.replace(LONG, backlog_ms=20)
     for name in "abc":
         index.placed(name, MARKS, 300)
     assert place([]) is None
     for where in (None, index):
         assert place([full, crowded, reading], short, where) is None, "what is held makes no backlog shorter"
-    assert place([full, crowded, reading], replace(LONG, backlog_ms=21), index) == Site(reading, 299)
+    assert place([full, crowded, reading], msgspec.structs.replace(LONG, backlog_ms=21), index) == Site(reading, 299)
     assert place([full, crowded], LONG, index) is None
 
 

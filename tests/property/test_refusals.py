@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from weir import errors
-from weir.api.wire import members_of, problem
+from weir.api.wire import members_of, problem, retry_headers
 from weir.core.ledger.book import Book
 from weir.core.metering import NO_CHARGE, Charge, Worst
 from weir.core.tenancy import LIMIT_NAMES, Limits, Scope, scopes_of
@@ -161,3 +161,20 @@ def test_a_budget_on_the_wire(name: str) -> None:
         b"retry-after-ms": str(resets_ms).encode(),
         b"x-should-retry": b"false",
     }
+
+
+@given(st.sampled_from(sorted(errors.ERROR_BY_CODE)), st.integers(0, 10_000_000))
+def test_a_wait_on_the_wire(code: str, wait_ms: int) -> None:
+    """Protects Retry-After: what is exact is told as it is, an estimate never shorter, and both headers agree."""
+    headers = dict(retry_headers(errors.ERROR_BY_CODE[code](retry_after_ms=wait_ms)))
+    told_ms = int(headers[b"retry-after-ms"])
+    is_exact = code in (*MINUTE_CODES, "budget_exhausted")
+    assert wait_ms <= told_ms <= wait_ms + (0 if is_exact else wait_ms // 4)
+    assert int(headers[b"retry-after"]) == -(-told_ms // 1000)
+
+
+def test_those_who_are_refused_together_do_not_come_again_together() -> None:
+    """Protects the door from waves: estimates differ from one refusal to the next."""
+    refused = errors.QueueFull(retry_after_ms=1_000)
+    told = {dict(retry_headers(refused))[b"retry-after-ms"] for _ in range(100)}
+    assert len(told) > 10

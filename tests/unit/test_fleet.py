@@ -1,7 +1,5 @@
 """The fleet as the coordinator sees it: which replicas take work, and what is announced."""
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 
@@ -194,7 +192,7 @@ def test_room_and_memory_are_told_apart(fleet: Fleet) -> None:
     need = Need(40, 10, backlog_ms=20)
     assert pool.has_memory(need) and pool.has_room(need)
     assert pool.has_memory(need, "b") and not pool.has_room(need, "b")
-    assert pool.has_room(replace(need, backlog_ms=21), "b")
-    assert not pool.has_memory(replace(need, kv_tokens=41), "b")
+    assert pool.has_room(msgspec.structs.replace(need, backlog_ms=21), "b")
+    assert not pool.has_memory(msgspec.structs.replace(need, kv_tokens=41), "b")
     pool.replicas["a"].take_lane()
     assert not pool.has_memory(need, "b"), "no lane is free"

@@ -6,6 +6,7 @@ A field reader refuses with the field's name and the accepted range, and never e
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from secrets import randbelow
 from typing import Any, NoReturn
 
 import msgspec
@@ -18,6 +19,8 @@ from weir.units import Millis, ceil_div
 Headers = list[tuple[bytes, bytes]]
 
 _DEPTH_TEXT = "JSON that is not nested too deeply"
+_SPREAD_DIVISOR = 4
+"""An estimate of when to come again is lengthened by up to a quarter: those who were refused together come one by one."""
 
 
 # ── fields ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -188,9 +191,12 @@ def go_duration(millis: Millis) -> str:
 def retry_headers(error: WeirError, *, generated: bool = False) -> Headers:
     """Retry-After in whole seconds rounded up, retry-after-ms, and x-should-retry where the status alone would mislead."""
     headers: Headers = []
-    if error.retry_after_ms is not None:
-        headers.append((b"retry-after", str(ceil_div(error.retry_after_ms, 1000)).encode()))
-        headers.append((b"retry-after-ms", str(error.retry_after_ms).encode()))
+    wait_ms = error.retry_after_ms
+    if wait_ms is not None:
+        if not error.waits_exactly:
+            wait_ms += randbelow(wait_ms // _SPREAD_DIVISOR + 1)
+        headers.append((b"retry-after", str(ceil_div(wait_ms, 1000)).encode()))
+        headers.append((b"retry-after-ms", str(wait_ms).encode()))
     advice = False if generated else error.retry_advice
     if advice is not None:
         headers.append((b"x-should-retry", b"true" if advice else b"false"))

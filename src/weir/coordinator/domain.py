@@ -216,10 +216,10 @@ class Domain:
         if pace is None:
             return Times(prefill_ms)
         later = need.kv_tokens - need.input_tokens - 1
-        idle_ms = int(_idle_prefill_ms(pace, uncached))
-        least_ms = min(prefill_ms, idle_ms) // _WARM_UP_DOUBT if is_exact else 0
+        idle_prefill_ms = int(_idle_prefill_ms(pace, uncached))
+        least_ms = min(prefill_ms, idle_prefill_ms) // _WARM_UP_DOUBT if is_exact else 0
         decode_ms = int(later * self._decode.expected_ms(now_ns, pace.output_ms))
-        return Times(prefill_ms, decode_ms, idle_ms + int(later * pace.output_ms), least_ms)
+        return Times(prefill_ms, decode_ms, idle_prefill_ms + int(later * pace.output_ms), least_ms, idle_prefill_ms)
 
     # ── running ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -6,6 +6,7 @@
 coordinator takes buckets, concurrency, hold and queue place in the same synchronous step.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,6 +18,13 @@ from weir.core.registry.model import Revision
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import Principal, Scopes, scopes_of
 from weir.units import Bytes, Millis, Moment, Tokens
+
+EVIDENCE_HALF_LIFE_MS: Millis = 10_000
+"""Of what was measured of replicas, towards what is assumed without it."""
+_FADES_IN_HALF_LIVES = 10
+"""A thousandth is left."""
+_ROUNDED_MS: Millis = 2
+"""Both parts of a time are rounded down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +74,15 @@ class Bound:
 class Times:
     """How long it takes from its start, 0 while unknown. prefill_ms: to its first output; decode_ms: from there to its end.
 
-    Both as replicas are now, and for an answer of the expected length. idle_ms: both together on an idle replica; least_ms: to
-    the first output there, which is the best that may happen.
+    Both as replicas are now, and for an answer of the expected length. idle_ms: both together on an idle replica;
+    idle_prefill_ms: to the first output there; least_ms: the best that this may be.
     """
 
     prefill_ms: Millis = 0
     decode_ms: Millis = 0
     idle_ms: Millis = 0
     least_ms: Millis = 0
+    idle_prefill_ms: Millis = 0
 
     def total_ms(self, deadline_ms: Millis) -> Millis:
         """From its start to what its deadline has to cover.
@@ -82,6 +91,13 @@ class Times:
         and no wait would cure it.
         """
         return self.prefill_ms + (self.decode_ms if self.idle_ms < deadline_ms else 0)
+
+    def faded_ms(self, deadline_ms: Millis, later_ms: Millis) -> float:
+        """The same, at most, so much later if nothing is observed until then: towards what it is on an idle replica."""
+        idle_ms = self.idle_ms if self.idle_ms < deadline_ms else self.idle_prefill_ms
+        excess_ms = self.total_ms(deadline_ms) - idle_ms
+        kept: float = 0.5 ** (later_ms / EVIDENCE_HALF_LIFE_MS)
+        return idle_ms + excess_ms * kept + (_ROUNDED_MS if excess_ms else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +189,22 @@ def door_refusal(door: Door, deadline_ms: Millis) -> errors.WeirError | None:
         return errors.DeadlineUnmeetableNow(
             f"The request is predicted to take {predicted_ms} ms and must end in {left_ms} ms.",
             members={"predicted_ms": predicted_ms, "deadline_ms": left_ms},
-            retry_after_ms=predicted_ms - deadline_ms + 1,
+            retry_after_ms=_in_time_again_ms(wait_ms, times, deadline_ms),
         )
     return None
+
+
+def _in_time_again_ms(wait_ms: Millis, times: Times, deadline_ms: Millis) -> Millis:
+    """When a request that would be late now is predicted to be in time, at least 1.
+
+    If nobody else comes the wait passes, and evidence of slow replicas fades. Where it would be late on an idle replica too it
+    is by how much it is late: the best case says that it may be in time.
+    """
+
+    def is_in_time(later_ms: Millis) -> bool:
+        return max(0, wait_ms - later_ms) + times.faded_ms(deadline_ms, later_ms) < deadline_ms
+
+    longest_ms = wait_ms + _FADES_IN_HALF_LIVES * EVIDENCE_HALF_LIFE_MS
+    if not is_in_time(longest_ms):
+        return wait_ms + times.total_ms(deadline_ms) - deadline_ms + 1
+    return 1 + bisect_left(range(1, longest_ms), True, key=is_in_time)

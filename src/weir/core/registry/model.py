@@ -105,7 +105,7 @@ class WorkloadClass:
 
 
 DEFAULT_WORKLOAD_CLASSES = (
-    WorkloadClass("short", ServiceClass.INTERACTIVE, 2_000, 60_000, 1_000, 50, backlog_ms=20),
+    WorkloadClass("short", ServiceClass.INTERACTIVE, 2_000, 60_000, 1_000, 50, backlog_ms=2),
     WorkloadClass("long", ServiceClass.INTERACTIVE, None, 300_000, 10_000, 100, backlog_ms=2_000),
     WorkloadClass("batch", ServiceClass.BATCH, None, 3_600_000, 600_000, 1_000, backlog_ms=2_000),
 )

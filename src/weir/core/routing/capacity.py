@@ -6,13 +6,12 @@ would wait for ever. Own counts are the truth: nothing here waits for an engine'
 whatever comes, so that no figure can lock it.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 from weir.units import NANOS_PER_MILLI, Bytes, Millis, Nanos, Tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(msgspec.Struct, frozen=True):
     """What a request takes of a replica. kv_tokens: its input and expected output. prefix: digests of its beginnings.
 
     prefix_bytes: of the whole input. backlog_ms: how long the prompts before it may take to be read; None: no bound.

@@ -127,16 +127,17 @@ class PrefixIndex:
         if not prefix:
             return
         memory = self._memory(replica)
-        marks, end = memory.marks, _MARKS[len(prefix) - 1]
+        marks, holders, end, upto = memory.marks, self._holders, _MARKS[len(prefix) - 1], tokens
         for depth in range(len(prefix) - 1, -1, -1):
             digest = prefix[depth]
+            before = tokens * _MARKS[depth - 1] // end if depth else 0
             if digest in marks:
                 marks.move_to_end(digest)
             else:
-                before = tokens * _MARKS[depth - 1] // end if depth else 0
-                added = marks[digest] = tokens * _MARKS[depth] // end - before
-                memory.tokens += added
-                self._holders[digest] = self._holders.get(digest, 0) | memory.bit
+                marks[digest] = upto - before
+                memory.tokens += upto - before
+                holders[digest] = holders.get(digest, 0) | memory.bit
+            upto = before
         self._trim(memory)
 
     def gone(self, replica: str) -> None:

@@ -11,10 +11,11 @@ good: an idle domain admits, whatever r says.
 
 from math import exp, log
 
+from weir.core.admission import EVIDENCE_HALF_LIFE_MS
 from weir.core.scheduling.orders import Cost
-from weir.units import NANOS_PER_SECOND, Nanos, Tokens
+from weir.units import NANOS_PER_SECOND, Nanos, Tokens, ns_from_ms
 
-_HALF_LIFE_NS = 10 * NANOS_PER_SECOND
+_HALF_LIFE_NS = ns_from_ms(EVIDENCE_HALF_LIFE_MS)
 _BIAS_HALF_LIFE_NS = 30 * NANOS_PER_SECOND
 _BIAS_PER_S = 0.3
 _BIAS_MAX = log(4)

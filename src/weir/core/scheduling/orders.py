@@ -4,8 +4,9 @@ A flow is one tenant's waiting requests; its head goes first within it. An order
 deadlines, never what a cache holds: no tenant's turn depends on another's prompts.
 """
 
-from dataclasses import dataclass
 from typing import Protocol, TypeAlias
+
+import msgspec
 
 from weir.core.scheduling.lazy_heap import LazyHeap
 from weir.units import Nanos
@@ -18,16 +19,14 @@ BYPASSES_MAX = 16
 flow may get ahead of such a one's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(msgspec.Struct, frozen=True):
     """A flow's first entry. number: rises with arrival. start_by_ns: when it must have started."""
 
     number: int
     start_by_ns: Nanos
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(msgspec.Struct, frozen=True):
     """What was charged for one dispatch. weight: of the flow then; activation: how often it had become backlogged."""
 
     tenant: str

@@ -6,10 +6,12 @@ that waits for its second attempt goes ahead of every flow: it had its turn alre
 is and that fits no replica lets the next ones pass, up to BYPASSES_MAX times; then a replica is kept for it.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+import msgspec
 
 from weir import errors
 from weir.core.routing.capacity import NOTHING, Need
@@ -44,8 +46,7 @@ class QueueBounds:
         return max(1, self.wait_ms_max // 2)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry(Generic[Key]):
+class Entry(msgspec.Struct, Generic[Key], frozen=True):
     """What waits. cost: what its dispatch is expected to take of the domain; start_by_ns: when it must have started.
 
     need: what it takes of a replica.
@@ -59,8 +60,7 @@ class Entry(Generic[Key]):
     need: Need = NOTHING
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting(Generic[Key]):
+class Waiting(msgspec.Struct, Generic[Key], frozen=True):
     """An entry that may go next. avoid: the replica that failed its first attempt, None before that."""
 
     tenant: str
@@ -118,7 +118,6 @@ class DomainQueue(Generic[Key]):
         self._order: Order = order or FairOrder()
         self._flows: dict[str, _Flow[Key]] = {}
         self._ahead: dict[str, OrderedDict[Key, Entry[Key]]] = {}  # by the replica to avoid
-        self._entries: Counter[str] = Counter()
         self._arrivals = 0
         self._total = 0
         self._bytes = 0
@@ -178,7 +177,7 @@ class DomainQueue(Generic[Key]):
 
     def refusal(self, tenant: str, size: Bytes) -> errors.WeirError | None:
         """Why one more entry of `size` bytes may not wait, or None."""
-        waiting = self._entries[tenant]
+        waiting = self._waiting(tenant)
         bounds = self.bounds
         if waiting >= bounds.entries_per_tenant_max:
             detail = f"{waiting} requests of this tenant wait already."
@@ -187,6 +186,13 @@ class DomainQueue(Generic[Key]):
         else:
             return None
         return errors.QueueFull(detail, retry_after_ms=_QUEUE_RETRY_MS)
+
+    def _waiting(self, tenant: str) -> int:
+        flow = self._flows.get(tenant)
+        waiting = len(flow.entries) if flow else 0
+        if self._ahead:
+            waiting += sum(entry.tenant == tenant for again in self._ahead.values() for entry in again.values())
+        return waiting
 
     def push(self, entry: Entry[Key]) -> None:
         """Wait in the tenant's flow. The caller asked `refusal` in the same step."""
@@ -289,6 +295,3 @@ class DomainQueue(Generic[Key]):
         self._total += entries
         self._bytes += entries * entry.size
         self._work += entries * entry.cost
-        self._entries[entry.tenant] += entries
-        if not self._entries[entry.tenant]:
-            del self._entries[entry.tenant]

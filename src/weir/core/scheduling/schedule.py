@@ -5,8 +5,9 @@ again, so a decision never rests on room that an earlier one used.
 """
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Generic
+
+import msgspec
 
 from weir.core.routing.capacity import Need
 from weir.core.routing.placement import Site, place
@@ -15,8 +16,7 @@ from weir.core.routing.replica import Replica
 from weir.core.scheduling.queues import DomainQueue, Key, Waiting
 
 
-@dataclass(frozen=True, slots=True)
-class Start(Generic[Key]):
+class Start(msgspec.Struct, Generic[Key], frozen=True):
     """Dispatch this entry of this queue there. passed: those whose turn it is and that fit nowhere, with their queues."""
 
     queue: DomainQueue[Key]
