@@ -23,8 +23,9 @@ class Row:
     aspect: str
     spec: RunSpec
     told: Callable[[dict[str, Any]], str]
+    seed: int = SEED
 
 
-def run(spec: RunSpec) -> dict[str, Any]:
+def run(spec: RunSpec, seed: int = SEED) -> dict[str, Any]:
     """In whichever process."""
-    return simulate(spec, SEED)
+    return simulate(spec, seed)

@@ -157,7 +157,8 @@ def main() -> int:
         if folder is not None:
             noisy, said = noisy_rows(folder, pool)
             every += noisy
-        for each, document in zip(every, pool.map(run, [each.spec for each in every]), strict=True):
+        documents = pool.map(run, [each.spec for each in every], [each.seed for each in every])
+        for each, document in zip(every, documents, strict=True):
             table.add_row(*shown(each, document))
             kept.append({"title": each.title, "aspect": each.aspect, **each.spec.document(), "result": document})
     console = Console(width=220)

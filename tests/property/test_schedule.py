@@ -116,6 +116,42 @@ def test_a_short_prompt_waits_for_the_backlog_that_a_long_one_joins() -> None:
     assert start is not None and (start.waiting.key, start.passed) == (1, ())
 
 
+def _reading(milliseconds: int) -> Replica:
+    """One with free lanes that has so much to read."""
+    replica = _replica("r", 8)
+    replica.room.input_ms = 1.0
+    replica.take_lane(0, milliseconds)
+    return replica
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.integers(1, 40))
+def test_one_of_many_leaves_a_replica_nearly_free_for_others(waiting: list[int], unread_ms: int) -> None:
+    """Protects who asks for little: beside what is unread starts who waits alone, up to 20 ms, one of many only up to 2."""
+    queue: DomainQueue[int] = DomainQueue(QueueBounds())
+    for key, tenant in enumerate(waiting):
+        queue.push(Entry(f"t{tenant}", key, 1, 1, key, Need(1, 1, backlog_ms=20)))
+    able = {key for key, tenant in enumerate(waiting) if unread_ms < (20 if waiting.count(tenant) == 1 else 2)}
+    start = next_start([queue], [_reading(unread_ms)])
+    assert (start is not None) == bool(able) and (start is None or start.waiting.key in able)
+    for tenant in range(4):
+        count = waiting.count(tenant)
+        assert queue.is_one_of_many(f"t{tenant}") == (count > 1)
+        assert queue.is_one_of_many(f"t{tenant}", 1) == (count > 0)
+
+
+def test_what_asks_for_less_is_looked_at_behind_all_that_asks_for_more() -> None:
+    """Protects who fits behind heads that do not, each for a reason of its own: memory, a backlog, or both."""
+    replica = _reading(10)
+    replica.room.kv_tokens_max = 100
+    queue: DomainQueue[int] = DomainQueue(QueueBounds())
+    for key, need in enumerate([Need(200, 1, backlog_ms=20), Need(1, 1, backlog_ms=5), Need(300, 1), Need(2, 1, backlog_ms=4)]):
+        queue.push(Entry(f"t{key}", key, 1, 1, key, need))
+    assert next_start([queue], [replica]) is None
+    queue.push(Entry("t4", 4, 1, 1, 4, Need(3, 1, backlog_ms=20)))
+    start = next_start([queue], [replica])
+    assert start is not None and start.waiting.key == 4
+
+
 SECOND = 10**9
 
 

@@ -101,6 +101,30 @@ def test_one_retry_is_enough_after_slow_answers() -> None:
     play(script, Fittings(pools={POOL: 64}, paces=[ReplicaPace(20, 0.1, 20)]))
 
 
+# ── one of many ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_who_waits_alone_goes_before_one_of_many() -> None:
+    """Protects who asks for little beside a flood: 15 ms of prompts keep one of many waiting, and its next ones are told so."""
+
+    async def script(stand: Stand) -> None:
+        read = stand.ask(0, input_tokens=10)
+        alone = [stand.ask(tenant, input_tokens=tokens) for tenant, tokens in ((1, 5), (2, 10))]
+        many = [stand.ask(3, input_tokens=5) for _ in range(3)]
+        await asyncio.sleep(0)
+        stand.show(read)
+        light = stand.ask(4, input_tokens=4)
+        assert [each.waited_s for each in (*alone, light)] == [0, 0, 0]
+        assert [each.waited_s for each in many] == [None] * 3 and all(stand.predicted_ms(each) > 0 for each in many)
+        for each in (*alone, light):
+            stand.show(each)
+        assert [each.waited_s for each in many] == [0, None, None]
+        stand.show(many[0])
+        assert [each.waited_s for each in many] == [0, 0, 0], "the last one waits alone, beside five milliseconds"
+
+    play(script, Fittings(pools={POOL: 16}, paces=[ReplicaPace(20, 1.0, 20)]))
+
+
 # ── pools ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

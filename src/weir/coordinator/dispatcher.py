@@ -116,6 +116,8 @@ class Dispatcher:
         domains, now_ns = self._pools[pool.name], self._clock.monotonic_ns()
         domain = domains.of(asked.service_class)
         usable, free = self._fleet.lanes(pool, avoid)
+        if avoid is None and domain.queue.is_one_of_many(asked.tenant, 1):
+            need = need.of_many()
         wait_ms = 0
         if usable:
             lanes, free = self._lanes(domains, asked.service_class, need, (usable, free), avoid)
@@ -172,13 +174,19 @@ class Dispatcher:
         """Dispatch what can start; if this one must wait, watch how long."""
         self._schedule(self._pools[execution.pool])
         if isinstance(execution.state, Queued):
-            lost = execution.placement
-            position = self._domain_of(execution).queue.position(execution.id.tenant, execution.id) if lost is None else None
-            self._timelines.queued(execution, position, self.waiting_in(execution.pool) - 1)
-            self._timelines.considered(execution, self._candidates(execution, lost.replica.name if lost else None))
+            self._note_wait(execution)
             usable = self._pools[execution.pool].view.lanes.usable
             self._domain_of(execution).has_to_wait(usable, self._clock.monotonic_ns())
             self._watch_the_wait(execution)
+
+    def _note_wait(self, execution: Execution) -> None:
+        """For its timeline: its position in its flow, and the replicas as they are for it."""
+        queue, lost, need, position = self._domain_of(execution).queue, execution.placement, execution.need, None
+        if lost is None:
+            position = queue.position(execution.id.tenant, execution.id)
+            need = need.of_many() if queue.is_one_of_many(execution.id.tenant) else need
+        self._timelines.queued(execution, position, self.waiting_in(execution.pool) - 1)
+        self._timelines.considered(execution, self._candidates(execution, need, lost.replica.name if lost else None))
 
     def end_waiting(self, execution: Execution, reason: FinishReason) -> None:
         """End an execution that waits in its queue; it leaves at once, and what waited behind it may start."""
@@ -246,7 +254,7 @@ class Dispatcher:
         execution.state = advance(execution.state, Dispatch(ms_from_ns(now_ns), replica.name))
         assert isinstance(execution.state, Dispatched)
         attempt = execution.state.attempt
-        candidates = self._candidates(execution, start.waiting.avoid, replica)
+        candidates = self._candidates(execution, start.waiting.need, start.waiting.avoid, replica)
         lane = self._take_lane(execution, start.site, now_ns)
         execution.placements.append(Placement(replica, lane, attempt, now_ns, start.site.cached_tokens))
         self._timelines.dispatched(execution, replica, candidates)
@@ -269,9 +277,9 @@ class Dispatcher:
             self._fleet.prefixes.placed(replica.name, need.prefix, need.input_tokens)
         return replica.take_lane(need.kv_tokens, need.input_tokens - site.cached_tokens, now_ns)
 
-    def _candidates(self, execution: Execution, avoid: str | None, chosen: Replica | None = None) -> Candidates:
+    def _candidates(self, execution: Execution, need: Need, avoid: str | None, chosen: Replica | None = None) -> Candidates:
         replicas = self._fleet.pool(execution.pool).replicas.values()
-        return candidates_of(replicas, execution.need, self._fleet.prefixes, avoid, chosen)
+        return candidates_of(replicas, need, self._fleet.prefixes, avoid, chosen)
 
     def append_step(self, execution: Execution, delivered_max: Tokens) -> None:
         """Book output up to delivered_max ahead of its delivery; the gateway hears once it is durable."""

@@ -86,7 +86,8 @@ class WorkloadClass:
     """A row of policy data: what a kind of request may expect. A request gets the first row it fits.
 
     input_tokens_max: None for no bound. ttft_target_ms and tpot_target_ms are p95 objectives over admitted requests.
-    backlog_ms: how long a replica may have to read before one of these goes there; None: no bound.
+    backlog_ms: how long a replica may have to read before one of these goes there, a tenth of it while more of its tenant wait;
+    None: no bound.
     """
 
     name: str
@@ -105,7 +106,7 @@ class WorkloadClass:
 
 
 DEFAULT_WORKLOAD_CLASSES = (
-    WorkloadClass("short", ServiceClass.INTERACTIVE, 2_000, 60_000, 1_000, 50, backlog_ms=2),
+    WorkloadClass("short", ServiceClass.INTERACTIVE, 2_000, 60_000, 1_000, 50, backlog_ms=20),
     WorkloadClass("long", ServiceClass.INTERACTIVE, None, 300_000, 10_000, 100, backlog_ms=2_000),
     WorkloadClass("batch", ServiceClass.BATCH, None, 3_600_000, 600_000, 1_000, backlog_ms=2_000),
 )

@@ -1,14 +1,17 @@
 """What a replica has room for beside its lanes: tokens in its KV memory, and prompt tokens that it has still to read.
 
 KV tokens are reserved at dispatch, input and expected output, and corrected as the answer grows beyond that. Prompt tokens
-queue until the first output; how many may be before a request depends on its class, and its own do not count, or a long one
-would wait for ever. Own counts are the truth: nothing here waits for an engine's metrics. A replica that runs nothing takes
-whatever comes, so that no figure can lock it.
+queue until the first output; how many may be before a request depends on its class, and on whether it waits alone or is one of
+many of its tenant; its own do not count, or a long one would wait for ever. Own counts are the truth: nothing here waits for an
+engine's metrics. A replica that runs nothing takes whatever comes, so that no figure can lock it.
 """
 
 import msgspec
 
 from weir.units import NANOS_PER_MILLI, Bytes, Millis, Nanos, Tokens
+
+_OF_MANY_DIVISOR = 10
+"""How much shorter the backlog is that a request of many may find."""
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -22,6 +25,12 @@ class Need(msgspec.Struct, frozen=True):
     prefix: tuple[bytes, ...] = ()
     prefix_bytes: Bytes = 0
     backlog_ms: Millis | None = None
+
+    def of_many(self) -> "Need":
+        """The same while more of its tenant wait: what asks for more than it gets is read a little at a time."""
+        if self.backlog_ms is None:
+            return self
+        return msgspec.structs.replace(self, backlog_ms=max(1, self.backlog_ms // _OF_MANY_DIVISOR))
 
 
 NOTHING = Need()

@@ -61,7 +61,10 @@ class Entry(msgspec.Struct, Generic[Key], frozen=True):
 
 
 class Waiting(msgspec.Struct, Generic[Key], frozen=True):
-    """An entry that may go next. avoid: the replica that failed its first attempt, None before that."""
+    """An entry that may go next. avoid: the replica that failed its first attempt, None before that.
+
+    need: as it is now; that of one of many is another than the entry's own.
+    """
 
     tenant: str
     key: Key
@@ -235,8 +238,14 @@ class DomainQueue(Generic[Key]):
                 yield self._head_of(tenant)
 
     def _head_of(self, tenant: str) -> Waiting[Key]:
-        entry = self._flows[tenant].head_entry()
-        return Waiting(tenant, entry.key, entry.need)
+        flow = self._flows[tenant]
+        entry = flow.head_entry()
+        return Waiting(tenant, entry.key, entry.need if len(flow.entries) == 1 else entry.need.of_many())
+
+    def is_one_of_many(self, tenant: str, more: int = 0) -> bool:
+        """Whether more than one request of this tenant wait in its flow, with so `more` that are about to."""
+        flow = self._flows.get(tenant)
+        return flow is not None and len(flow.entries) + more > 1
 
     def keeps_room(self, key: Key) -> bool:
         """Whether an entry that fits nowhere was passed so often that a replica is kept for it."""

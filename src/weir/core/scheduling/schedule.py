@@ -35,9 +35,10 @@ def next_start(
     """
     passed: tuple[tuple[DomainQueue[Key], Key], ...] = ()
     for queue in queues:
-        is_its_turn, too_much = True, None
+        is_its_turn = True
+        too_much: list[Need] = []
         for waiting in queue.candidates():
-            if too_much is not None and _takes_as_much(waiting.need, too_much):
+            if _fits_nowhere(waiting.need, too_much):
                 continue
             site = place(replicas, waiting.need, index, waiting.avoid)
             if site is not None:
@@ -50,10 +51,15 @@ def next_start(
                 else:
                     passed = (*passed, (queue, waiting.key))
             if waiting.avoid is None:
-                is_its_turn, too_much = False, waiting.need  # of a flow's heads it is only the first one's turn
+                is_its_turn = False  # of a flow's heads it is only the first one's turn
+                too_much.append(waiting.need)
     return None
 
 
-def _takes_as_much(need: Need, too_much: Need) -> bool:
-    """Whether it fits nowhere because this one, which asks for no more, fits nowhere."""
-    return need.kv_tokens >= too_much.kv_tokens and need.backlog_ms == too_much.backlog_ms
+def _fits_nowhere(need: Need, too_much: Iterable[Need]) -> bool:
+    """Whether one that asks for no more fits nowhere."""
+    return any(need.kv_tokens >= other.kv_tokens and _is_as_bounded(need, other) for other in too_much)
+
+
+def _is_as_bounded(need: Need, other: Need) -> bool:
+    return other.backlog_ms is None or (need.backlog_ms is not None and need.backlog_ms <= other.backlog_ms)
