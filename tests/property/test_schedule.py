@@ -139,6 +139,19 @@ def test_one_of_many_leaves_a_replica_nearly_free_for_others(waiting: list[int],
         assert queue.is_one_of_many(f"t{tenant}", 1) == (count > 0)
 
 
+@given(st.integers(0, 3), st.integers(0, 3))
+def test_a_tenant_that_has_a_domain_to_itself_is_not_held_back(short_by: int, others: int) -> None:
+    """Protects engines from idling for nobody: after a thousand of one tenant in a row, until another one comes."""
+    queue: DomainQueue[int] = DomainQueue(QueueBounds(entries_per_tenant_max=2_000))
+    for key in range(1_000 - short_by):
+        queue.push(Entry("t", key, 1, 1, key, Need(1, 1, backlog_ms=20)))
+    is_alone = short_by == 0
+    assert (next_start([queue], [_reading(10)]) is not None) == is_alone != queue.is_one_of_many("t")
+    for other in range(others):
+        queue.push(Entry(f"other-{other}", 2_000 + other, 1, 1, 2_000, Need(1, 1, backlog_ms=1)))
+    assert (next_start([queue], [_reading(10)]) is not None) == (is_alone and not others) != queue.is_one_of_many("t", 1)
+
+
 def test_what_asks_for_less_is_looked_at_behind_all_that_asks_for_more() -> None:
     """Protects who fits behind heads that do not, each for a reason of its own: memory, a backlog, or both."""
     replica = _reading(10)

@@ -22,6 +22,8 @@ from weir.units import Bytes, Millis, Nanos
 
 _LOOKS_MAX = 32
 """How many heads after it are looked at each time."""
+_ALONE_ARRIVALS = 1_000
+"""Requests in a row of one tenant, after which it has the domain to itself: holding it back would protect nobody."""
 _QUEUE_RETRY_MS = 1_000
 
 Key = TypeVar("Key", bound=Hashable)
@@ -122,6 +124,8 @@ class DomainQueue(Generic[Key]):
         self._flows: dict[str, _Flow[Key]] = {}
         self._ahead: dict[str, OrderedDict[Key, Entry[Key]]] = {}  # by the replica to avoid
         self._arrivals = 0
+        self._last_tenant = ""  # that one came, and how many of its requests in a row
+        self._in_a_row = 0
         self._total = 0
         self._bytes = 0
         self._work: Cost = 0
@@ -205,6 +209,8 @@ class DomainQueue(Generic[Key]):
         assert entry.key not in flow.entries
         before = flow.head
         self._arrivals += 1
+        self._in_a_row = self._in_a_row + 1 if entry.tenant == self._last_tenant else 1
+        self._last_tenant = entry.tenant
         flow.push(self._arrivals, entry)
         self._count(entry, 1)
         head = flow.head
@@ -238,12 +244,13 @@ class DomainQueue(Generic[Key]):
                 yield self._head_of(tenant)
 
     def _head_of(self, tenant: str) -> Waiting[Key]:
-        flow = self._flows[tenant]
-        entry = flow.head_entry()
-        return Waiting(tenant, entry.key, entry.need if len(flow.entries) == 1 else entry.need.of_many())
+        entry = self._flows[tenant].head_entry()
+        return Waiting(tenant, entry.key, entry.need.of_many() if self.is_one_of_many(tenant) else entry.need)
 
     def is_one_of_many(self, tenant: str, more: int = 0) -> bool:
-        """Whether more than one request of this tenant wait in its flow, with so `more` that are about to."""
+        """Whether more than one request of this tenant wait in its flow, with so `more` to come, and others came lately."""
+        if self._in_a_row >= _ALONE_ARRIVALS and tenant == self._last_tenant:
+            return False
         flow = self._flows.get(tenant)
         return flow is not None and len(flow.entries) + more > 1
 
