@@ -43,7 +43,7 @@ COUNTED_REQUESTS = 100
 
 CONVERSATIONS, CONVERSATION_RATES = "mooncake_conversation", ((1.0, 3, (1,)), (6.25, 17, (1, 2, 3)))
 """Times the recorded rate, and replicas: about what the fleet can do when it is told nothing. And seeds: so near its limit the
-noise of steps alone makes a third more or less of it.
+noise of steps alone moves a 90th percentile by a third.
 """
 
 

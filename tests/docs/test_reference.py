@@ -158,7 +158,16 @@ def test_workload_classes_are_documented() -> None:
             f"`{row.name}`",
             row.service_class.value,
             "any" if row.input_tokens_max is None else f"up to {row.input_tokens_max}",
-            *(f"{amount} ms" for amount in (row.default_deadline_ms, row.ttft_target_ms, row.tpot_target_ms, row.backlog_ms)),
+            *(
+                f"{amount} ms"
+                for amount in (
+                    row.default_deadline_ms,
+                    row.ttft_target_ms,
+                    row.tpot_target_ms,
+                    row.backlog_ms,
+                    row.of_many_backlog_ms,
+                )
+            ),
         ]
         for row in DEFAULT_WORKLOAD_CLASSES
     ]

@@ -183,9 +183,9 @@ def test_what_is_left_to_read_falls_as_it_is_read() -> None:
     assert room.unread_ms(3 * 10**9) == 0 == room.prefill_tokens
 
 
-@given(st.none() | st.integers(1, 10_000))
-def test_one_of_many_asks_for_a_tenth_of_the_backlog(backlog_ms: Millis | None) -> None:
-    """Protects who asks for little, and engines from idling: a tenth, a millisecond at least, and nothing else changes."""
-    need = Need(7, 5, (b"mark",), 400, backlog_ms)
-    tenth = None if backlog_ms is None else max(1, backlog_ms // 10)
-    assert need.of_many() == Need(7, 5, (b"mark",), 400, tenth)
+@given(st.none() | st.integers(1, 10_000), st.none() | st.integers(1, 10_000))
+def test_one_of_many_asks_for_a_backlog_of_its_own(backlog_ms: Millis | None, of_many_ms: Millis | None) -> None:
+    """Protects who asks for little: where one of many has a bound of its own it counts, and nothing else changes."""
+    need = Need(7, 5, (b"mark",), 400, backlog_ms, of_many_ms)
+    counts_ms = backlog_ms if of_many_ms is None else of_many_ms
+    assert need.of_many() == Need(7, 5, (b"mark",), 400, counts_ms, of_many_ms)

@@ -17,6 +17,7 @@ from weir.core.scheduling.feasibility import (
     WaitBias,
     predicted_wait_ms,
 )
+from weir.core.scheduling.orders import BYPASSES_MAX, ArrivalOrder
 from weir.core.scheduling.queues import DomainQueue, Entry, QueueBounds
 from weir.core.scheduling.schedule import next_start
 
@@ -129,7 +130,7 @@ def test_one_of_many_leaves_a_replica_nearly_free_for_others(waiting: list[int],
     """Protects who asks for little: beside what is unread starts who waits alone, up to 20 ms, one of many only up to 2."""
     queue: DomainQueue[int] = DomainQueue(QueueBounds())
     for key, tenant in enumerate(waiting):
-        queue.push(Entry(f"t{tenant}", key, 1, 1, key, Need(1, 1, backlog_ms=20)))
+        queue.push(Entry(f"t{tenant}", key, 1, 1, key, Need(1, 1, backlog_ms=20, of_many_backlog_ms=2)))
     able = {key for key, tenant in enumerate(waiting) if unread_ms < (20 if waiting.count(tenant) == 1 else 2)}
     start = next_start([queue], [_reading(unread_ms)])
     assert (start is not None) == bool(able) and (start is None or start.waiting.key in able)
@@ -139,17 +140,37 @@ def test_one_of_many_leaves_a_replica_nearly_free_for_others(waiting: list[int],
         assert queue.is_one_of_many(f"t{tenant}", 1) == (count > 0)
 
 
-@given(st.integers(0, 3), st.integers(0, 3))
-def test_a_tenant_that_has_a_domain_to_itself_is_not_held_back(short_by: int, others: int) -> None:
-    """Protects engines from idling for nobody: after a thousand of one tenant in a row, until another one comes."""
-    queue: DomainQueue[int] = DomainQueue(QueueBounds(entries_per_tenant_max=2_000))
-    for key in range(1_000 - short_by):
-        queue.push(Entry("t", key, 1, 1, key, Need(1, 1, backlog_ms=20)))
-    is_alone = short_by == 0
-    assert (next_start([queue], [_reading(10)]) is not None) == is_alone != queue.is_one_of_many("t")
-    for other in range(others):
-        queue.push(Entry(f"other-{other}", 2_000 + other, 1, 1, 2_000, Need(1, 1, backlog_ms=1)))
-    assert (next_start([queue], [_reading(10)]) is not None) == (is_alone and not others) != queue.is_one_of_many("t", 1)
+def test_first_come_first_served_holds_nobody_back() -> None:
+    """Protects the baseline: in the order of arrival one of many starts beside as much as anybody."""
+    queue: DomainQueue[int] = DomainQueue(QueueBounds(), ArrivalOrder())
+    for key, tenant in enumerate(["flood", "flood", "light"]):
+        queue.push(Entry(tenant, key, 1, 1, key, Need(1, 1, backlog_ms=20, of_many_backlog_ms=2)))
+    start = next_start([queue], [_reading(10)])
+    assert start is not None and start.waiting.key == 0 and not queue.is_one_of_many("flood", 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 100)), min_size=1, max_size=5))
+def test_a_replica_that_will_have_room_first_is_kept(reading: list[tuple[int, int]]) -> None:
+    """Protects a head that others passed: of those with memory for it, what has least to read is kept, else the most memory."""
+    replicas = []
+    for number, (unread_ms, kv_tokens) in enumerate(reading):
+        replica = _replica(f"r{number}", 8)
+        replica.room.input_ms, replica.room.kv_tokens_max = 1.0, 100
+        replica.take_lane(kv_tokens, 5 + unread_ms)
+        replicas.append(replica)
+    queue: DomainQueue[int] = DomainQueue(QueueBounds())
+    queue.push(Entry("held", 0, 1, 1, 0, Need(30, 1, backlog_ms=5)))
+    queue.push(Entry("small", 1, 1, 1, 1, Need(0, 1)))
+    for _ in range(BYPASSES_MAX):
+        queue.passed(0)
+    able = [replica for replica in replicas if replica.room.holds(30)]
+    kept = min(able, key=lambda each: (each.room.prefill_tokens, each.name)) if able else None
+    kept = kept or max(replicas, key=lambda each: (each.room.left, each.name))
+    start = next_start([queue], replicas)
+    if len(replicas) == 1:
+        assert start is None
+    else:
+        assert start is not None and start.waiting.key == 1 and start.site.replica is not kept
 
 
 def test_what_asks_for_less_is_looked_at_behind_all_that_asks_for_more() -> None:

@@ -168,14 +168,16 @@ def test_a_request_needs_its_input_and_its_expected_output_for_every_choice() ->
         ASKED, input_tokens=100, max_output_tokens=2_000, choices=3, prefix=(b"mark",), input_bytes=400
     )
     typical = REVISION.typical_output_tokens
-    assert domain.need_of(asked, REVISION, LONG) == Need(300 + 3 * typical, 300, (b"mark",), 400, LONG.backlog_ms)
+    backlogs = LONG.backlog_ms, LONG.of_many_backlog_ms
+    assert domain.need_of(asked, REVISION, LONG) == Need(300 + 3 * typical, 300, (b"mark",), 400, *backlogs)
     short = msgspec.structs.replace(asked, max_output_tokens=1)
     assert domain.need_of(short, REVISION, LONG).kv_tokens == 303
-    assert domain.need_of(short, REVISION, SHORT).backlog_ms == SHORT.backlog_ms
-    for percent, backlog_ms in ((5, 1), (1, 1), (500, 100)):
+    for percent, backlogs in ((100, (20, 2)), (5, (1, 1)), (1, (1, 1)), (500, (100, 10))):
         scaled = Domain(CoordinatorConfig(backlog_percent=percent), FairOrder(), OutputLengths())
-        assert scaled.need_of(short, REVISION, SHORT).backlog_ms == backlog_ms
-    assert scaled.need_of(short, REVISION, replace(SHORT, backlog_ms=None)).backlog_ms is None
+        need = scaled.need_of(short, REVISION, SHORT)
+        assert (need.backlog_ms, need.of_many_backlog_ms) == backlogs
+    need = scaled.need_of(short, REVISION, replace(SHORT, backlog_ms=None, of_many_backlog_ms=None))
+    assert (need.backlog_ms, need.of_many_backlog_ms) == (None, None)
 
 
 def test_an_expected_length_follows_what_ended() -> None:

@@ -106,8 +106,12 @@ class Domain:
             input_tokens=input_tokens,
             prefix=asked.prefix,
             prefix_bytes=asked.input_bytes,
-            backlog_ms=None if workload.backlog_ms is None else max(1, workload.backlog_ms * self._backlog_percent // 100),
+            backlog_ms=self._scaled(workload.backlog_ms),
+            of_many_backlog_ms=self._scaled(workload.of_many_backlog_ms),
         )
+
+    def _scaled(self, backlog_ms: Millis | None) -> Millis | None:
+        return None if backlog_ms is None else max(1, backlog_ms * self._backlog_percent // 100)
 
     def push(self, execution: Execution) -> None:
         """Wait in the tenant's flow, at the cost that is expected now."""

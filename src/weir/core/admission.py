@@ -92,12 +92,15 @@ class Times:
         """
         return self.prefill_ms + (self.decode_ms if self.idle_ms < deadline_ms else 0)
 
+    def settled_ms(self, deadline_ms: Millis) -> Millis:
+        """The same on an idle replica."""
+        return self.idle_ms if self.idle_ms < deadline_ms else self.idle_prefill_ms
+
     def faded_ms(self, deadline_ms: Millis, later_ms: Millis) -> float:
         """The same, at most, so much later if nothing is observed until then: towards what it is on an idle replica."""
-        idle_ms = self.idle_ms if self.idle_ms < deadline_ms else self.idle_prefill_ms
-        excess_ms = self.total_ms(deadline_ms) - idle_ms
+        excess_ms = self.total_ms(deadline_ms) - self.settled_ms(deadline_ms)
         kept: float = 0.5 ** (later_ms / EVIDENCE_HALF_LIFE_MS)
-        return idle_ms + excess_ms * kept + (_ROUNDED_MS if excess_ms else 0)
+        return self.settled_ms(deadline_ms) + excess_ms * kept + (_ROUNDED_MS if excess_ms > 0 else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +207,6 @@ def _in_time_again_ms(wait_ms: Millis, times: Times, deadline_ms: Millis) -> Mil
     def is_in_time(later_ms: Millis) -> bool:
         return max(0, wait_ms - later_ms) + times.faded_ms(deadline_ms, later_ms) < deadline_ms
 
-    longest_ms = wait_ms + _FADES_IN_HALF_LIVES * EVIDENCE_HALF_LIFE_MS
-    if not is_in_time(longest_ms):
+    if times.settled_ms(deadline_ms) >= deadline_ms:
         return wait_ms + times.total_ms(deadline_ms) - deadline_ms + 1
-    return 1 + bisect_left(range(1, longest_ms), True, key=is_in_time)
+    return 1 + bisect_left(range(1, wait_ms + _FADES_IN_HALF_LIVES * EVIDENCE_HALF_LIFE_MS), True, key=is_in_time)

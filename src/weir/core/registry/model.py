@@ -86,8 +86,8 @@ class WorkloadClass:
     """A row of policy data: what a kind of request may expect. A request gets the first row it fits.
 
     input_tokens_max: None for no bound. ttft_target_ms and tpot_target_ms are p95 objectives over admitted requests.
-    backlog_ms: how long a replica may have to read before one of these goes there, a tenth of it while more of its tenant wait;
-    None: no bound.
+    backlog_ms: how long a replica may have to read before one of these goes there, of_many_backlog_ms: while more of its tenant
+    wait; None: no bound, and the same as without others.
     """
 
     name: str
@@ -97,6 +97,7 @@ class WorkloadClass:
     ttft_target_ms: Millis
     tpot_target_ms: Millis
     backlog_ms: Millis | None = None
+    of_many_backlog_ms: Millis | None = None
 
     def fits(self, service_class: ServiceClass, input_tokens: Tokens) -> bool:
         """Whether a request belongs to this row."""
@@ -106,9 +107,9 @@ class WorkloadClass:
 
 
 DEFAULT_WORKLOAD_CLASSES = (
-    WorkloadClass("short", ServiceClass.INTERACTIVE, 2_000, 60_000, 1_000, 50, backlog_ms=20),
-    WorkloadClass("long", ServiceClass.INTERACTIVE, None, 300_000, 10_000, 100, backlog_ms=2_000),
-    WorkloadClass("batch", ServiceClass.BATCH, None, 3_600_000, 600_000, 1_000, backlog_ms=2_000),
+    WorkloadClass("short", ServiceClass.INTERACTIVE, 2_000, 60_000, 1_000, 50, 20, 2),
+    WorkloadClass("long", ServiceClass.INTERACTIVE, None, 300_000, 10_000, 100, 2_000, 500),
+    WorkloadClass("batch", ServiceClass.BATCH, None, 3_600_000, 600_000, 1_000, 2_000, 200),
 )
 """Of short prompts so few are before one another that an engine's step stays short, and who is next is chosen late; a long one
 finds its replica more often the more may be before it.

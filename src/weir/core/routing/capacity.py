@@ -10,14 +10,12 @@ import msgspec
 
 from weir.units import NANOS_PER_MILLI, Bytes, Millis, Nanos, Tokens
 
-_OF_MANY_DIVISOR = 10
-"""How much shorter the backlog is that a request of many may find."""
-
 
 class Need(msgspec.Struct, frozen=True):
     """What a request takes of a replica. kv_tokens: its input and expected output. prefix: digests of its beginnings.
 
     prefix_bytes: of the whole input. backlog_ms: how long the prompts before it may take to be read; None: no bound.
+    of_many_backlog_ms: the same while more of its tenant wait; None: no other.
     """
 
     kv_tokens: Tokens = 0
@@ -25,12 +23,13 @@ class Need(msgspec.Struct, frozen=True):
     prefix: tuple[bytes, ...] = ()
     prefix_bytes: Bytes = 0
     backlog_ms: Millis | None = None
+    of_many_backlog_ms: Millis | None = None
 
     def of_many(self) -> "Need":
         """The same while more of its tenant wait: what asks for more than it gets is read a little at a time."""
-        if self.backlog_ms is None:
+        if self.of_many_backlog_ms is None:
             return self
-        return msgspec.structs.replace(self, backlog_ms=max(1, self.backlog_ms // _OF_MANY_DIVISOR))
+        return msgspec.structs.replace(self, backlog_ms=self.of_many_backlog_ms)
 
 
 NOTHING = Need()

@@ -67,6 +67,8 @@ class FairOrder:
     burst: in cost ÷ weight, what a flow may be behind when it becomes backlogged.
     """
 
+    holds_back = True
+
     def __init__(self, weight_of: Callable[[str], int] = lambda tenant: 1, slack: Cost = 0, burst: Cost = 0) -> None:
         self._weight_of = weight_of
         self._slack = slack * _SCALE

@@ -38,6 +38,11 @@ class Ticket(msgspec.Struct, frozen=True):
 class Order(Protocol):
     """Whose turn it is between backlogged flows."""
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether one of many of a tenant is to leave replicas nearly free for others (`Need.of_many`)."""
+        ...
+
     def joined(self, tenant: str, head: Head) -> None:
         """The flow became backlogged."""
         ...
@@ -89,6 +94,8 @@ class Order(Protocol):
 
 class ArrivalOrder:
     """First come, first served over all tenants: what a plain queue does, and the baseline of every comparison."""
+
+    holds_back = False
 
     def __init__(self) -> None:
         self._heads: LazyHeap[int, str] = LazyHeap()

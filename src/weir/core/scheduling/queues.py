@@ -22,8 +22,6 @@ from weir.units import Bytes, Millis, Nanos
 
 _LOOKS_MAX = 32
 """How many heads after it are looked at each time."""
-_ALONE_ARRIVALS = 1_000
-"""Requests in a row of one tenant, after which it has the domain to itself: holding it back would protect nobody."""
 _QUEUE_RETRY_MS = 1_000
 
 Key = TypeVar("Key", bound=Hashable)
@@ -124,8 +122,6 @@ class DomainQueue(Generic[Key]):
         self._flows: dict[str, _Flow[Key]] = {}
         self._ahead: dict[str, OrderedDict[Key, Entry[Key]]] = {}  # by the replica to avoid
         self._arrivals = 0
-        self._last_tenant = ""  # that one came, and how many of its requests in a row
-        self._in_a_row = 0
         self._total = 0
         self._bytes = 0
         self._work: Cost = 0
@@ -209,8 +205,6 @@ class DomainQueue(Generic[Key]):
         assert entry.key not in flow.entries
         before = flow.head
         self._arrivals += 1
-        self._in_a_row = self._in_a_row + 1 if entry.tenant == self._last_tenant else 1
-        self._last_tenant = entry.tenant
         flow.push(self._arrivals, entry)
         self._count(entry, 1)
         head = flow.head
@@ -248,11 +242,9 @@ class DomainQueue(Generic[Key]):
         return Waiting(tenant, entry.key, entry.need.of_many() if self.is_one_of_many(tenant) else entry.need)
 
     def is_one_of_many(self, tenant: str, more: int = 0) -> bool:
-        """Whether more than one request of this tenant wait in its flow, with so `more` to come, and others came lately."""
-        if self._in_a_row >= _ALONE_ARRIVALS and tenant == self._last_tenant:
-            return False
+        """Whether more than one request of this tenant wait in its flow, with so `more` to come, and the order minds that."""
         flow = self._flows.get(tenant)
-        return flow is not None and len(flow.entries) + more > 1
+        return flow is not None and len(flow.entries) + more > 1 and self._order.holds_back
 
     def keeps_room(self, key: Key) -> bool:
         """Whether an entry that fits nowhere was passed so often that a replica is kept for it."""

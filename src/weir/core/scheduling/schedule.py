@@ -30,8 +30,8 @@ def next_start(
 ) -> Start[Key] | None:
     """The next dispatch, or None when nothing waits that could start. queues: of the pool, the one whose turn it is first.
 
-    What fits nowhere lets others pass only so often; from then on the replica with the most room is kept for it, and the others
-    go on. An entry that must avoid the only replica with a free lane lets all pass: it could not have used that one.
+    What fits nowhere lets others pass only so often; from then on the replica that is likely to have room for it first is kept,
+    and the others go on. An entry that must avoid the only replica with a free lane lets all pass: it could not have used it.
     """
     passed: tuple[tuple[DomainQueue[Key], Key], ...] = ()
     for queue in queues:
@@ -46,7 +46,7 @@ def next_start(
             able = [replica for replica in replicas if replica.free and replica.name != waiting.avoid]
             if is_its_turn and able:
                 if queue.keeps_room(waiting.key):
-                    kept = max(able, key=lambda replica: (replica.room.left, replica.name))
+                    kept = _to_keep(able, waiting.need)
                     replicas = [replica for replica in replicas if replica is not kept]
                 else:
                     passed = (*passed, (queue, waiting.key))
@@ -63,3 +63,11 @@ def _fits_nowhere(need: Need, too_much: Iterable[Need]) -> bool:
 
 def _is_as_bounded(need: Need, other: Need) -> bool:
     return other.backlog_ms is None or (need.backlog_ms is not None and need.backlog_ms <= other.backlog_ms)
+
+
+def _to_keep(able: list[Replica], need: Need) -> Replica:
+    """The one that is expected to have room for it first: with the memory, what has least to read; else the most memory."""
+    holding = [replica for replica in able if replica.room.holds(need.kv_tokens)]
+    if holding:
+        return min(holding, key=lambda replica: (replica.room.prefill_tokens, replica.name))
+    return max(able, key=lambda replica: (replica.room.left, replica.name))
