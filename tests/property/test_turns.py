@@ -4,7 +4,7 @@ from heapq import heapify, heapreplace
 from math import log
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from weir.core.scheduling.feasibility import TurnPace
@@ -159,6 +159,8 @@ def test_too_little_says_nothing() -> None:
     assert wait_s(pace, 1, 8, 6 * TENTH) == pytest.approx(0.1)
 
 
+@example([(1, SECOND // 2, 1)], 1, 1)
+@example([(1, SECOND, 1)] * 5, 1, 60 * SECOND)
 @given(
     st.lists(st.tuples(st.integers(1, 10_000), st.integers(1, 5 * SECOND), st.integers(1, 64)), min_size=1, max_size=60),
     st.integers(1, 10_000),

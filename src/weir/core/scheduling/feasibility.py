@@ -198,8 +198,8 @@ class TurnPace:
     """How much of lane time a unit of cost takes while somebody waits: that of all lanes, over what got a turn meanwhile.
 
     What ended says the same in the mean, but late, and not of a mixture in which a few answers run for minutes beside many that
-    run for moments. Time since the last turn counts, so that lanes which do not come free are seen at once. What was seen fades
-    with a half-life of ten seconds, also while nobody waits.
+    run for moments. Time since the last turn counts, so that lanes which do not come free are seen at once, for as long as
+    somebody waits for one. What was seen fades with a half-life of ten seconds, also while nobody waits.
     """
 
     __slots__ = ("_cost", "_lane_ns", "_lanes", "_seen_ns", "_since_ns", "_turns", "_waits")
@@ -234,7 +234,8 @@ class TurnPace:
         passed_ns = now_ns - self._since_ns
         kept = 0.5 ** (passed_ns / _HALF_LIFE_NS)
         seen_ns = self._seen_ns * kept + self._waits * passed_ns
-        if self._turns * kept < 1 or seen_ns < _TURNS_SEEN_NS:
+        turns = self._turns if self._waits else self._turns * kept
+        if turns < 1 or seen_ns < _TURNS_SEEN_NS:
             return None
         return cost * (self._lane_ns + self._waits * passed_ns * self._lanes) / self._cost
 
