@@ -58,7 +58,7 @@ class Stand:
         self.turns.lane_ns(self.queue.work_before(tenant), self.now_ns)
         self.turns.waits(len(self.replicas) * CONCURRENCY, self.now_ns)
         cost = self.costs.cost(500, 0, self.lengths.expected((tenant, "app", "revision"), 300, 128))
-        need = Need(600, 500, self.prefixes[tenant], 2_000)
+        need = Need(600, 500, self.prefixes[tenant], 2_000, 20, 2)
         self.queue.push(Entry(tenant, self.keys, 500, cost, self.keys * 10**7, need))
 
     @property
