@@ -14,7 +14,7 @@ from rich.table import Table
 
 from weir.core.routing.capacity import Need
 from weir.core.routing.prefixes import PrefixIndex, marks_within
-from weir.core.routing.replica import Replica, ReplicaEvent, ReplicaLimits
+from weir.core.routing.replica import LaneSums, Replica, ReplicaEvent, ReplicaLimits
 from weir.core.scheduling.fairness import FairOrder, TokenCosts
 from weir.core.scheduling.feasibility import ServiceRate, TurnPace
 from weir.core.scheduling.orders import ArrivalOrder, Order, Ticket
@@ -39,7 +39,8 @@ class Stand:
         self.queue: DomainQueue[int] = DomainQueue(WIDE, order)
         self.lengths, self.costs, self.rate = OutputLengths(), TokenCosts(), ServiceRate(10**9, 5_000)
         self.tenants = [f"tenant-{number}" for number in range(tenants)]
-        self.replicas = [_ready(f"replica-{number}") for number in range(replicas)]
+        self.lanes = LaneSums()
+        self.replicas = [_ready(f"replica-{number}", self.lanes) for number in range(replicas)]
         self.turns, self.index = TurnPace(), PrefixIndex()
         self.prefixes = {tenant: _digests(tenant) for tenant in self.tenants}
         self.running: list[tuple[Ticket, Replica, int]] = []
@@ -58,7 +59,7 @@ class Stand:
         self.turns.lane_ns(self.queue.work_before(tenant), self.now_ns)
         self.turns.waits(len(self.replicas) * CONCURRENCY, self.now_ns)
         cost = self.costs.cost(500, 0, self.lengths.expected((tenant, "app", "revision"), 300, 128))
-        need = Need(600, 500, self.prefixes[tenant], 2_000, 20, 2)
+        need = Need(600, 500, self.prefixes[tenant], 2_000, 20, 3)
         self.queue.push(Entry(tenant, self.keys, 500, cost, self.keys * 10**7, need))
 
     @property
@@ -68,7 +69,7 @@ class Stand:
 
     def start(self) -> bool:
         """What starts now, where, and what it pays."""
-        start = next_start([self.queue], self.replicas, self.index)
+        start = next_start([self.queue], self.lanes.open.values(), self.index)
         if start is None:
             return False
         ticket = self.queue.serve(start.waiting)
@@ -98,8 +99,8 @@ def _digests(tenant: str) -> tuple[bytes, ...]:
     return tuple(f"{tenant}-{mark}".encode() for mark in marks_within(2_000))
 
 
-def _ready(name: str) -> Replica:
-    replica = Replica(name, "pool", ReplicaLimits(CONCURRENCY))
+def _ready(name: str, lanes: LaneSums) -> Replica:
+    replica = Replica(name, "pool", ReplicaLimits(CONCURRENCY), sums=lanes)
     replica.room.kv_tokens_max = 600 * CONCURRENCY
     replica.advance(ReplicaEvent.ANSWERED)
     return replica

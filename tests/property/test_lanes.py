@@ -87,6 +87,7 @@ class LanesMachine(RuleBasedStateMachine):
         """However lanes came and went."""
         assert self.sums.usable == sum(replica.usable for replica in self.replicas)
         assert self.sums.free == sum(replica.free for replica in self.replicas)
+        assert self.sums.open == {replica.name: replica for replica in self.replicas if replica.free}
 
 
 TestLanesMachine = LanesMachine.TestCase

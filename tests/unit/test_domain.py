@@ -172,7 +172,7 @@ def test_a_request_needs_its_input_and_its_expected_output_for_every_choice() ->
     assert domain.need_of(asked, REVISION, LONG) == Need(300 + 3 * typical, 300, (b"mark",), 400, *backlogs)
     short = msgspec.structs.replace(asked, max_output_tokens=1)
     assert domain.need_of(short, REVISION, LONG).kv_tokens == 303
-    for percent, backlogs in ((100, (20, 2)), (5, (1, 1)), (1, (1, 1)), (500, (100, 10))):
+    for percent, backlogs in ((100, (20, 3)), (5, (1, 1)), (1, (1, 1)), (500, (100, 15))):
         scaled = Domain(CoordinatorConfig(backlog_percent=percent), FairOrder(), OutputLengths())
         need = scaled.need_of(short, REVISION, SHORT)
         assert (need.backlog_ms, need.of_many_backlog_ms) == backlogs

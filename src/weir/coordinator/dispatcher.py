@@ -230,7 +230,7 @@ class Dispatcher:
 
     def _schedule(self, domains: PoolDomains) -> None:
         while domains.waiting and domains.view.lanes.free:
-            start = next_start(domains.queues(), domains.view.replicas.values(), self._fleet.prefixes)
+            start = next_start(domains.queues(), domains.view.lanes.open.values(), self._fleet.prefixes)
             if start is None:
                 return
             self._dispatch(domains, start)

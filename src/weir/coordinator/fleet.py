@@ -61,18 +61,16 @@ class PoolView:
 
     def read_ms(self, need: Need, now_ns: Nanos, avoid: str | None = None) -> float:
         """Until a replica that has a lane and memory for this has read what is before it."""
-        able = [each for each in self.replicas.values() if each.free and each.name != avoid and each.room.holds(need.kv_tokens)]
+        able = [each for each in self.lanes.open.values() if each.name != avoid and each.room.holds(need.kv_tokens)]
         return min([each.room.unread_ms(now_ns) for each in able], default=0.0)
 
     def has_memory(self, need: Need, avoid: str | None = None) -> bool:
         """Whether some replica with a free lane, but not the one to avoid, has memory for this."""
-        return any(
-            replica.free and replica.name != avoid and replica.room.holds(need.kv_tokens) for replica in self.replicas.values()
-        )
+        return any(each.name != avoid and each.room.holds(need.kv_tokens) for each in self.lanes.open.values())
 
     def has_room(self, need: Need, avoid: str | None = None) -> bool:
         """Whether some replica, but not the one to avoid, can start this now."""
-        return any(replica.free and replica.name != avoid and replica.room.fits(need) for replica in self.replicas.values())
+        return any(each.name != avoid and each.room.fits(need) for each in self.lanes.open.values())
 
 
 @dataclass(frozen=True, slots=True)

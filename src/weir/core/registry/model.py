@@ -107,7 +107,7 @@ class WorkloadClass:
 
 
 DEFAULT_WORKLOAD_CLASSES = (
-    WorkloadClass("short", ServiceClass.INTERACTIVE, 2_000, 60_000, 1_000, 50, 20, 2),
+    WorkloadClass("short", ServiceClass.INTERACTIVE, 2_000, 60_000, 1_000, 50, 20, 3),
     WorkloadClass("long", ServiceClass.INTERACTIVE, None, 300_000, 10_000, 100, 2_000, 500),
     WorkloadClass("batch", ServiceClass.BATCH, None, 3_600_000, 600_000, 1_000, 2_000, 200),
 )

@@ -11,7 +11,7 @@ import msgspec
 from weir.units import NANOS_PER_MILLI, Bytes, Millis, Nanos, Tokens
 
 
-class Need(msgspec.Struct, frozen=True):
+class Need(msgspec.Struct, frozen=True, gc=False):
     """What a request takes of a replica. kv_tokens: its input and expected output. prefix: digests of its beginnings.
 
     prefix_bytes: of the whole input. backlog_ms: how long the prompts before it may take to be read; None: no bound.
@@ -29,7 +29,8 @@ class Need(msgspec.Struct, frozen=True):
         """The same while more of its tenant wait: what asks for more than it gets is read a little at a time."""
         if self.of_many_backlog_ms is None:
             return self
-        return msgspec.structs.replace(self, backlog_ms=self.of_many_backlog_ms)
+        bound_ms = self.of_many_backlog_ms
+        return Need(self.kv_tokens, self.input_tokens, self.prefix, self.prefix_bytes, bound_ms, bound_ms)
 
 
 NOTHING = Need()

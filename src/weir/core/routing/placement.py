@@ -10,7 +10,8 @@ how it is tried; a second attempt is the last one, and goes there only where no 
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+
+import msgspec
 
 from weir.core.routing.capacity import NOTHING, Need
 from weir.core.routing.prefixes import PrefixIndex, cached_tokens
@@ -25,7 +26,7 @@ _FEW = 4
 """Replicas that are asked one by one what they hold; for more the index is asked once."""
 
 
-class Site(NamedTuple):
+class Site(msgspec.Struct, frozen=True, gc=False):
     """A replica for a request, and how much of its input is believed to be held there."""
 
     replica: Replica
@@ -39,25 +40,28 @@ def place(
     able = [replica for replica in replicas if replica.free and replica.name != avoid and replica.room.fits(need)]
     if not able:
         return None  # most replicas of a busy pool are full, and this runs for every request
+    if len(able) == 1:
+        return _site(able[0], need, index)
     sites = _sites(able, need, index)
-    if len(sites) == 1:
-        return sites[0]
     if trials := [site for site in sites if site.replica.state is ReplicaState.HALF_OPEN]:
         others = [site for site in sites if site not in trials]
         sites = trials if avoid is None or not others else others
-    share_max = min([replica.running / replica.allowed for replica, _ in sites]) + SKEW
+    share_max = min([site.replica.running / site.replica.allowed for site in sites]) + SKEW
     near = [site for site in sites if site.replica.running / site.replica.allowed <= share_max]
     return min(near, key=lambda site: _score(site, need))
 
 
 def _sites(able: list[Replica], need: Need, index: PrefixIndex | None) -> list[Site]:
-    if index is None or not need.prefix:
-        return [Site(replica, 0) for replica in able]
-    prefix, size, tokens = need.prefix, need.prefix_bytes, need.input_tokens
-    if len(able) <= _FEW:
-        return [Site(replica, cached_tokens(index.depth(replica.name, prefix), size, tokens)) for replica in able]
-    held = index.held(prefix)
+    if index is None or not need.prefix or len(able) <= _FEW:
+        return [_site(replica, need, index) for replica in able]
+    held, size, tokens = index.held(need.prefix), need.prefix_bytes, need.input_tokens
     return [Site(replica, cached_tokens(held.get(replica.name, 0), size, tokens)) for replica in able]
+
+
+def _site(replica: Replica, need: Need, index: PrefixIndex | None) -> Site:
+    if index is None or not need.prefix:
+        return Site(replica, 0)
+    return Site(replica, cached_tokens(index.depth(replica.name, need.prefix), need.prefix_bytes, need.input_tokens))
 
 
 def _score(site: Site, need: Need) -> tuple[Tokens, float, str]:

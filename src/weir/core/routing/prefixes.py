@@ -46,7 +46,9 @@ def cached_tokens(marks_held: int, prefix_bytes: Bytes, input_tokens: Tokens) ->
     if marks_held == 0:
         return 0
     covered = _MARKS[marks_held - 1]
-    return max(0, min(input_tokens * covered // max(prefix_bytes, covered), input_tokens - 1))
+    if covered >= prefix_bytes:
+        return max(0, input_tokens - 1)
+    return min(input_tokens * covered // prefix_bytes, max(0, input_tokens - 1))
 
 
 class _Memory:
@@ -127,17 +129,16 @@ class PrefixIndex:
         if not prefix:
             return
         memory = self._memory(replica)
-        marks, holders, end, upto = memory.marks, self._holders, _MARKS[len(prefix) - 1], tokens
+        marks, holders, end = memory.marks, self._holders, _MARKS[len(prefix) - 1]
         for depth in range(len(prefix) - 1, -1, -1):
             digest = prefix[depth]
-            before = tokens * _MARKS[depth - 1] // end if depth else 0
             if digest in marks:
                 marks.move_to_end(digest)
             else:
-                marks[digest] = upto - before
-                memory.tokens += upto - before
+                before = tokens * _MARKS[depth - 1] // end if depth else 0
+                marks[digest] = added = tokens * _MARKS[depth] // end - before
+                memory.tokens += added
                 holders[digest] = holders.get(digest, 0) | memory.bit
-            upto = before
         self._trim(memory)
 
     def gone(self, replica: str) -> None:
@@ -145,8 +146,8 @@ class PrefixIndex:
         memory = self._memories.pop(replica, None)
         if memory is None:
             return
-        for digest in memory.marks:
-            self._unhold(memory, digest)
+        memory.tokens_max = -1  # less than nothing
+        self._trim(memory)
         del self._names[memory.bit]
         self._bits_taken ^= memory.bit
         self._groups.clear()  # the bit will be another's
@@ -163,14 +164,12 @@ class PrefixIndex:
         return memory
 
     def _trim(self, memory: _Memory) -> None:
-        while memory.tokens > memory.tokens_max or len(memory.marks) > MARKS_PER_REPLICA_MAX:
-            digest, tokens = memory.marks.popitem(last=False)
+        marks, holders, bit = memory.marks, self._holders, memory.bit
+        while marks and (memory.tokens > memory.tokens_max or len(marks) > MARKS_PER_REPLICA_MAX):
+            digest, tokens = marks.popitem(last=False)
             memory.tokens -= tokens
-            self._unhold(memory, digest)
-
-    def _unhold(self, memory: _Memory, digest: bytes) -> None:
-        left = self._holders[digest] ^ memory.bit
-        if left:
-            self._holders[digest] = left
-        else:
-            del self._holders[digest]
+            left = holders[digest] ^ bit
+            if left:
+                holders[digest] = left
+            else:
+                del holders[digest]

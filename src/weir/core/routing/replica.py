@@ -10,7 +10,7 @@ well.
 """
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import assert_never
 
@@ -105,10 +105,14 @@ class ReplicaLimits:
 
 @dataclass(slots=True)
 class LaneSums:
-    """Sums over the replicas of a pool. usable: lanes that work may use now, taken or free; free: those of them not taken."""
+    """Sums over the replicas of a pool. usable: lanes that work may use now, taken or free; free: those of them not taken.
+
+    open: the replicas that have a free one, by name. Of a busy fleet they are few, and placement looks at no others.
+    """
 
     usable: int = 0
     free: int = 0
+    open: dict[str, "Replica"] = field(default_factory=dict)
 
 
 class Replica:
@@ -246,6 +250,11 @@ class Replica:
             is_tried = self.state is ReplicaState.HALF_OPEN
             usable = int(is_tried)
             free = min(len(self._free_lanes), int(is_tried and self._silent_trial is None))
-        self._sums.usable += usable - self.usable
-        self._sums.free += free - self.free
+        sums = self._sums
+        sums.usable += usable - self.usable
+        sums.free += free - self.free
+        if free and not self.free:
+            sums.open[self.name] = self
+        elif self.free and not free:
+            del sums.open[self.name]
         self.usable, self.free = usable, free

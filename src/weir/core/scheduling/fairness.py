@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from weir.core.scheduling.lazy_heap import LazyHeap
 from weir.core.scheduling.orders import BYPASSES_MAX, Cost, Head, Ticket
-from weir.units import Nanos, Tokens
+from weir.units import Tokens
 
 _SCALE = 1 << 16
 """Counter units of one unit of cost at weight 1: division by a weight loses next to nothing."""
@@ -53,6 +53,7 @@ class _Flow:
     floor: int = 0
     activation: int = 0  # how often it became backlogged
     head: Head | None = None
+    is_near: bool = False  # within the slack when it was looked at last
     running: int = 0
 
     @property
@@ -75,7 +76,7 @@ class FairOrder:
         self._burst = burst * _SCALE
         self._flows: dict[str, _Flow] = {}
         self._counters: LazyHeap[int, str] = LazyHeap()  # of every backlogged flow
-        self._near: LazyHeap[tuple[Nanos, int], str] = LazyHeap()  # those within the slack, by their heads
+        self._near: LazyHeap[int, str] = LazyHeap()  # those within the slack, by their heads
         self._far: LazyHeap[int, str] = LazyHeap()  # the others, by counter
         self._last_left = self._highest_floor = 0
         self._sweep_at = _QUIET_MAX
@@ -92,21 +93,21 @@ class FairOrder:
         flow.weight = self._weight_of(tenant)
         self._weights += flow.weight
         self._counters.put(tenant, flow.counter)
-        self._far.put(tenant, flow.counter)
+        self._put_far(tenant, flow)
 
     def changed(self, tenant: str, head: Head) -> None:
         """Its head left, or a more urgent one came."""
         flow = self._flows[tenant]
         flow.head = head
-        if tenant in self._near:
-            self._near.put(tenant, (head.start_by_ns, head.number))
+        if flow.is_near:
+            self._near.put(tenant, head.urgency)
 
     def left(self, tenant: str) -> None:
         """It is backlogged no more; its counter is kept while it lies ahead."""
         flow = self._flows[tenant]
         flow.head = None
-        for heap in (self._counters, self._near, self._far):
-            heap.discard(tenant)
+        self._counters.discard(tenant)
+        (self._near if flow.is_near else self._far).discard(tenant)
         if not self._counters:
             self._last_left = flow.counter
         self._weights -= flow.weight
@@ -121,19 +122,16 @@ class FairOrder:
             return None
         limit = smallest[0] + self._slack
         while (entry := self._far.first()) is not None and entry[0] <= limit:
-            self._far.discard(entry[1])
-            head = self._flows[entry[1]].head
-            assert head is not None
-            self._near.put(entry[1], (head.start_by_ns, head.number))
+            self._put_near(entry[1], self._flows[entry[1]])
         while True:  # bounded: the flow of the smallest counter is near
             urgent = self._near.first()
             assert urgent is not None
             tenant = urgent[1]
-            counter = self._flows[tenant].counter
-            if counter <= limit:
+            flow = self._flows[tenant]
+            if flow.counter <= limit:
                 return tenant
             self._near.discard(tenant)
-            self._far.put(tenant, counter)
+            self._put_far(tenant, flow)
 
     def next(self, number: int) -> list[str]:
         """The first, the others within the slack by their heads, then those beyond it by counter.
@@ -147,7 +145,7 @@ class FairOrder:
         while stale := [tenant for _, tenant in self._near.smallest(number) if self._flows[tenant].counter > limit]:
             for tenant in stale:
                 self._near.discard(tenant)
-                self._far.put(tenant, self._flows[tenant].counter)
+                self._put_far(tenant, self._flows[tenant])
         near = [tenant for _, tenant in self._near.smallest(number)]
         limit = self._floor() + self._slack + BYPASSES_MAX * self._dearest
         return near + [tenant for counter, tenant in self._far.smallest(number - len(near)) if counter <= limit]
@@ -160,7 +158,8 @@ class FairOrder:
         self._weights += weight - flow.weight
         flow.weight = weight
         amount = cost * _SCALE // weight
-        self._dearest = max(self._dearest, amount)
+        if amount > self._dearest:
+            self._dearest = amount
         self._move(tenant, flow, amount)
         return Ticket(tenant, cost, flow.weight, flow.activation)
 
@@ -208,7 +207,9 @@ class FairOrder:
     def _floor(self) -> int:
         """It is read before a flow joins, so that those behind it by their burst are not among the smallest by then."""
         smallest = self._counters.first()
-        self._highest_floor = max(self._highest_floor, smallest[0] if smallest else self._last_left)
+        floor = smallest[0] if smallest is not None else self._last_left
+        if floor > self._highest_floor:
+            self._highest_floor = floor
         return self._highest_floor
 
     def _move(self, tenant: str, flow: _Flow, amount: int) -> None:
@@ -216,13 +217,25 @@ class FairOrder:
         if flow.head is None:
             return
         self._counters.put(tenant, flow.counter)
-        if tenant in self._far or self._is_beyond_the_slack(flow):  # its next head need not be put among the near ones
-            self._near.discard(tenant)
+        if not flow.is_near:
             self._far.put(tenant, flow.counter)
+        elif amount > 0 and self._is_beyond_the_slack(flow):  # its next head need not be put among the near ones
+            self._near.discard(tenant)
+            self._put_far(tenant, flow)
 
     def _is_beyond_the_slack(self, flow: _Flow) -> bool:
         smallest = self._counters.first()
         return smallest is not None and flow.counter > smallest[0] + self._slack
+
+    def _put_near(self, tenant: str, flow: _Flow) -> None:
+        assert flow.head is not None
+        flow.is_near = True
+        self._far.discard(tenant)
+        self._near.put(tenant, flow.head.urgency)
+
+    def _put_far(self, tenant: str, flow: _Flow) -> None:
+        flow.is_near = False
+        self._far.put(tenant, flow.counter)
 
     def _forget_quiet(self) -> None:
         """Drop flows that a lift would set where a new one starts."""

@@ -1,7 +1,8 @@
-"""A heap whose keys change priority: the smallest in O(log n), with stale entries dropped when they surface.
+"""A heap whose keys change priority: the smallest in O(log n), with stale entries dropped or moved when they surface.
 
-Source: the lazy deletion of Python's `heapq` documentation. It is rebuilt when most of it is stale, so its size stays within a
-constant factor of what it holds.
+Source: the lazy deletion of Python's `heapq` documentation. A priority that rises costs no push: the entry moves when it
+surfaces, once, however often it rose before. Every key has an entry at its priority or below. It is rebuilt when most of it is
+stale, so its size stays within a constant factor of what it holds.
 """
 
 import heapq
@@ -32,7 +33,10 @@ class LazyHeap(Generic[P, K]):
 
     def put(self, key: K, priority: P) -> None:
         """Add a key, or change its priority."""
+        before = self._priorities.get(key)
         self._priorities[key] = priority
+        if before is not None and before <= priority:
+            return
         heapq.heappush(self._entries, (priority, key))
         if len(self._entries) > 2 * len(self._priorities) + _STALE_MAX:
             self._entries = [(priority, key) for key, priority in self._priorities.items()]
@@ -46,10 +50,14 @@ class LazyHeap(Generic[P, K]):
         """The smallest priority and its key; None when empty."""
         entries, priorities = self._entries, self._priorities
         while entries:
-            priority, key = entries[0]
-            if priorities.get(key) == priority:
-                return entries[0]
-            heapq.heappop(entries)
+            priority, key = entry = entries[0]
+            current = priorities.get(key)
+            if current == priority:
+                return entry
+            if current is None or current < priority:
+                heapq.heappop(entries)
+            else:
+                heapq.heapreplace(entries, (current, key))
         return None
 
     def smallest(self, number: int) -> list[tuple[P, K]]:

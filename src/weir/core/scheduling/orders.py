@@ -19,14 +19,32 @@ BYPASSES_MAX = 16
 flow may get ahead of such a one's."""
 
 
-class Head(msgspec.Struct, frozen=True):
+class Head(msgspec.Struct, frozen=True, gc=False):
     """A flow's first entry. number: rises with arrival. start_by_ns: when it must have started."""
 
     number: int
     start_by_ns: Nanos
 
+    @property
+    def urgency(self) -> int:
+        """By when it must have started and then by arrival, as one integer."""
+        return urgency(self.start_by_ns, self.number)
 
-class Ticket(msgspec.Struct, frozen=True):
+
+_ARRIVALS_BITS = 48
+
+
+def urgency(start_by_ns: Nanos, number: int) -> int:
+    """An integer in the order of (start_by_ns, number), 0 ≤ number < 2^48: heaps compare it in half of the time of a pair."""
+    return (start_by_ns << _ARRIVALS_BITS) + number
+
+
+def head_of(its_urgency: int) -> Head:
+    """Whose urgency that is."""
+    return Head(its_urgency & ((1 << _ARRIVALS_BITS) - 1), its_urgency >> _ARRIVALS_BITS)
+
+
+class Ticket(msgspec.Struct, frozen=True, gc=False):
     """What was charged for one dispatch. weight: of the flow then; activation: how often it had become backlogged."""
 
     tenant: str

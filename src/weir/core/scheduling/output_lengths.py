@@ -22,19 +22,24 @@ _BUCKETS = 21
 
 
 class _Histogram:
-    """Buckets of powers of two: number n is of lengths whose binary form has n digits. Sums make the means exact."""
+    """Buckets of powers of two: number n is of lengths whose binary form has n digits. Sums make the means exact.
 
-    __slots__ = ("counts", "observations", "sums")
+    longest: the highest bucket that anything was counted in; total: of all lengths.
+    """
+
+    __slots__ = ("counts", "longest", "observations", "sums", "total")
 
     def __init__(self) -> None:
         self.counts = [0] * _BUCKETS
         self.sums = [0] * _BUCKETS
-        self.observations = 0
+        self.observations = self.total = self.longest = 0
 
     def observe(self, tokens: Tokens) -> None:
         bucket = min(tokens.bit_length(), _BUCKETS - 1)
         self.counts[bucket] += 1
         self.sums[bucket] += tokens
+        self.total += tokens
+        self.longest = max(self.longest, bucket)
         self.observations += 1
         if self.observations >= _OBSERVATIONS_MAX:
             self._halve()
@@ -44,13 +49,15 @@ class _Histogram:
         pairs = list(zip(self.counts, self.sums, strict=True))
         self.sums = [total * ((count + 1) // 2) // count if count else 0 for count, total in pairs]
         self.counts = [(count + 1) // 2 for count, _ in pairs]
-        self.observations = sum(self.counts)
+        self.observations, self.total = sum(self.counts), sum(self.sums)
 
     def total_up_to(self, limit: Tokens) -> Tokens:
         """The sum over observations of min(length, limit) ≥ 1; in the limit's own bucket lengths count as its mean."""
         own = min(limit.bit_length(), _BUCKETS - 1)
-        beyond = limit * sum(self.counts[own + 1 :])
-        return sum(self.sums[:own]) + min(self.sums[own], self.counts[own] * limit) + beyond
+        within = min(self.sums[own], self.counts[own] * limit)
+        if own >= self.longest:  # no answer was longer than its limit: mostly so, and every request asks
+            return self.total - self.sums[own] + within
+        return sum(self.sums[:own]) + within + limit * sum(self.counts[own + 1 :])
 
 
 class OutputLengths:
@@ -74,7 +81,7 @@ class OutputLengths:
 
     def expected(self, caller: Caller, limit: Tokens, typical: Tokens) -> Tokens:
         """Expected tokens of one choice, 1 … limit. typical: declared for the revision; used while nothing was seen."""
-        expected = min(typical, limit)
+        expected = typical if typical < limit else limit
         for histogram in (self._revisions.get(caller[2]), self._callers.get(caller)):
             if histogram is not None:
                 total = histogram.total_up_to(limit) + _PRIOR_OBSERVATIONS * expected

@@ -17,7 +17,7 @@ from weir import errors
 from weir.core.routing.capacity import NOTHING, Need
 from weir.core.scheduling.fairness import FairOrder
 from weir.core.scheduling.lazy_heap import LazyHeap
-from weir.core.scheduling.orders import BYPASSES_MAX, Cost, Head, Order, Ticket
+from weir.core.scheduling.orders import BYPASSES_MAX, Cost, Head, Order, Ticket, head_of, urgency
 from weir.units import Bytes, Millis, Nanos
 
 _LOOKS_MAX = 32
@@ -46,7 +46,7 @@ class QueueBounds:
         return max(1, self.wait_ms_max // 2)
 
 
-class Entry(msgspec.Struct, Generic[Key], frozen=True):
+class Entry(msgspec.Struct, Generic[Key], frozen=True, gc=False):
     """What waits. cost: what its dispatch is expected to take of the domain; start_by_ns: when it must have started.
 
     need: what it takes of a replica.
@@ -60,7 +60,7 @@ class Entry(msgspec.Struct, Generic[Key], frozen=True):
     need: Need = NOTHING
 
 
-class Waiting(msgspec.Struct, Generic[Key], frozen=True):
+class Waiting(msgspec.Struct, Generic[Key], frozen=True, gc=False):
     """An entry that may go next. avoid: the replica that failed its first attempt, None before that.
 
     need: as it is now; that of one of many is another than the entry's own.
@@ -82,12 +82,12 @@ class _Flow(Generic[Key]):
         self.work: Cost = 0
         self.head: Head | None = None  # of its first entry, as orders see it
         self.first: Key | None = None
-        self._by_urgency: LazyHeap[tuple[Nanos, int], Key] = LazyHeap()
+        self._by_urgency: LazyHeap[int, Key] = LazyHeap()
 
     def push(self, number: int, entry: Entry[Key]) -> None:
         self.entries[entry.key] = entry
         self.work += entry.cost
-        self._by_urgency.put(entry.key, (entry.start_by_ns, number))
+        self._by_urgency.put(entry.key, urgency(entry.start_by_ns, number))
         if self.head is None or entry.start_by_ns < self.head.start_by_ns:
             self.head, self.first = Head(number, entry.start_by_ns), entry.key
 
@@ -104,13 +104,7 @@ class _Flow(Generic[Key]):
         if first is None:
             self.head = self.first = None
         else:
-            (start_by_ns, number), self.first = first
-            self.head = Head(number, start_by_ns)
-
-    def head_entry(self) -> Entry[Key]:
-        """Its first entry, which there is."""
-        assert self.first is not None
-        return self.entries[self.first]
+            self.head, self.first = head_of(first[0]), first[1]
 
 
 class DomainQueue(Generic[Key]):
@@ -238,8 +232,11 @@ class DomainQueue(Generic[Key]):
                 yield self._head_of(tenant)
 
     def _head_of(self, tenant: str) -> Waiting[Key]:
-        entry = self._flows[tenant].head_entry()
-        return Waiting(tenant, entry.key, entry.need.of_many() if self.is_one_of_many(tenant) else entry.need)
+        flow = self._flows[tenant]
+        assert flow.first is not None
+        entry = flow.entries[flow.first]
+        is_one_of_many = len(flow.entries) > 1 and self._order.holds_back
+        return Waiting(tenant, entry.key, entry.need.of_many() if is_one_of_many else entry.need)
 
     def is_one_of_many(self, tenant: str, more: int = 0) -> bool:
         """Whether more than one request of this tenant wait in its flow, with so `more` to come, and the order minds that."""
@@ -262,8 +259,9 @@ class DomainQueue(Generic[Key]):
         if waiting.avoid is not None:
             assert self.remove(waiting.tenant, waiting.key)
             return None
-        ticket = self._order.charge(waiting.tenant, self._flows[waiting.tenant].entries[waiting.key].cost - saved)
-        assert self.remove(waiting.tenant, waiting.key)
+        flow = self._flows[waiting.tenant]
+        ticket = self._order.charge(waiting.tenant, flow.entries[waiting.key].cost - saved)
+        self._take(flow, waiting.key)
         return ticket
 
     def correct(self, ticket: Ticket, cost: Cost) -> Ticket:
@@ -276,24 +274,30 @@ class DomainQueue(Generic[Key]):
 
     def remove(self, tenant: str, key: Key) -> bool:
         """Take an entry out wherever it waits; False if it does not."""
-        self._passed.pop(key, None)
         flow = self._flows.get(tenant)
         if flow is None or key not in flow.entries:
             return self._remove_ahead(key)
+        self._take(flow, key)
+        return True
+
+    def _take(self, flow: _Flow[Key], key: Key) -> None:
+        """Out of its flow, which has it."""
+        self._passed.pop(key, None)
         before = flow.head
-        self._count(flow.pop(key), -1)
+        entry = flow.pop(key)
+        self._count(entry, -1)
         after = flow.head
         if after is None:
-            del self._flows[tenant]
-            self._order.left(tenant)
+            del self._flows[entry.tenant]
+            self._order.left(entry.tenant)
         elif after is not before:
-            self._order.changed(tenant, after)
-        return True
+            self._order.changed(entry.tenant, after)
 
     def _remove_ahead(self, key: Key) -> bool:
         avoid = next((avoid for avoid, again in self._ahead.items() if key in again), None)
         if avoid is None:
             return False
+        self._passed.pop(key, None)
         self._count(self._ahead[avoid].pop(key), -1)
         if not self._ahead[avoid]:
             del self._ahead[avoid]

@@ -16,7 +16,7 @@ from weir.core.routing.replica import Replica
 from weir.core.scheduling.queues import DomainQueue, Key, Waiting
 
 
-class Start(msgspec.Struct, Generic[Key], frozen=True):
+class Start(msgspec.Struct, Generic[Key], frozen=True, gc=False):
     """Dispatch this entry of this queue there. passed: those whose turn it is and that fit nowhere, with their queues."""
 
     queue: DomainQueue[Key]
@@ -38,7 +38,7 @@ def next_start(
         is_its_turn = True
         too_much: list[Need] = []
         for waiting in queue.candidates():
-            if _fits_nowhere(waiting.need, too_much):
+            if too_much and _fits_nowhere(waiting.need, too_much):
                 continue
             site = place(replicas, waiting.need, index, waiting.avoid)
             if site is not None:
