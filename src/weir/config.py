@@ -43,6 +43,11 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 
 _TEXTS = {
     "api_key_file": "a path",
+    "certificate_file": "a path",
+    "private_key_file": "a path",
+    "authority_file": "a path",
+    "token_file": "a path",
+    "listen": "HOST:PORT",
     "url": "a PostgreSQL URL",
     "tenant": "a tenant's name",
     "urls": "an array of URLs, each once",
@@ -154,6 +159,20 @@ class StoreConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkConfig:
+    """Between gateways and the coordinator. The files are for links over TCP, which need all that their side reads."""
+
+    listen: str | None = None  # HOST:PORT where gateways of other hosts reach the coordinator; None: this host's only
+    certificate_file: str | None = None  # the coordinator shows it, with its chain
+    private_key_file: str | None = None
+    authority_file: str | None = None  # whose certificates a gateway trusts
+    token_file: str | None = None  # both sides: at least 32 characters
+    heartbeat_ms: Millis = 1_000  # each side says something as often; three without anything break the link
+    silence_ms: Millis = 10_000  # without a coordinator after which a gateway ends its requests; below the lease
+    lease_ms: Millis = 15_000  # without a gateway after which the coordinator does
+
+
+@dataclass(frozen=True, slots=True)
 class LogConfig:
     """json: one object per line; false: text for a terminal."""
 
@@ -171,6 +190,7 @@ class WeirConfig:
     pool: PoolConfig = field(default_factory=PoolConfig)
     pools: Mapping[str, FurtherPoolConfig] = field(default_factory=dict)
     store: StoreConfig = field(default_factory=StoreConfig)
+    link: LinkConfig = field(default_factory=LinkConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 

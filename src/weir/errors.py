@@ -43,6 +43,7 @@
     │   └── RequestCancelled             409 request_cancelled
     ├── PlatformFault                    a part of Weir itself failed
     │   ├── CoordinatorLost              503 coordinator_lost
+    │   ├── LinkFault                    (never leaves the process) a link between parts broke, or was refused
     │   ├── Shutdown                     503 shutdown
     │   └── InternalError                500 internal_error
     └── StoreFault
@@ -273,6 +274,16 @@ class PlatformFault(WeirError):
 
 class CoordinatorLost(PlatformFault):
     code, http_status, title = "coordinator_lost", 503, "The coordinator was lost"
+
+
+class LinkFault(PlatformFault):
+    """is_final: the other side will say the same again."""
+
+    code, http_status, title = "link_fault", 500, "The link to the coordinator failed"
+
+    def __init__(self, detail: str = "", *, is_final: bool = False, **rest: Any) -> None:
+        super().__init__(detail, **rest)
+        self.is_final = is_final
 
 
 class Shutdown(PlatformFault):

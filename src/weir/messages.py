@@ -2,7 +2,8 @@
 
 They are small: no prompt, no token text. A gateway opens a session and numbers its requests with `ref`; every message about
 a request carries it. Up: register · acquire · progress · finish · stopped · cancel · lookup · standing. Down: admitted ·
-rejected · granted · booked · ended · stop · found · snapshot · fleet.
+rejected · granted · booked · ended · stop · found · snapshot · snapshot_fresh ·
+fleet · draining.
 
 The tenant's concurrency returns at the terminal status; the replica's lane returns at `stopped`.
 """
@@ -313,6 +314,16 @@ class StandingFound(msgspec.Struct, frozen=True, tag="standing_found"):
     standing: StandingView
 
 
+class SnapshotFresh(msgspec.Struct, frozen=True, tag="snapshot_fresh"):
+    """What is in force was checked against the store: it may be worked by for so long from now."""
+
+    valid_ms: Millis
+
+
+class Draining(msgspec.Struct, frozen=True, tag="draining"):
+    """The coordinator admits nothing more: its gateways are not ready."""
+
+
 class FleetView(msgspec.Struct, frozen=True, tag="fleet"):
     """The replicas that are ready now; gateways ask one of them to count input tokens."""
 
@@ -332,5 +343,7 @@ Down: TypeAlias = (
     | Found
     | StandingFound
     | FleetView
+    | Draining
+    | SnapshotFresh
     | Snapshot
 )

@@ -18,6 +18,8 @@ never a label of a histogram. Label children are bound once and kept. Gauges are
     weir_rolled_up_executions_total                                           past the retention, kept as sums only
     weir_unconfirmed_stops_total{revision}                                    engine did not confirm a stop within its bound
     weir_retries_total{revision}                                              failed attempts that were queued again
+    weir_snapshot_version, weir_snapshot_valid_seconds                        what is in force, and for how long at most
+    weir_gateway_requests_in_flight, weir_gateway_linked                      of a gateway in a process of its own
     weir_requests_in_flight, weir_open_holds, weir_journal_backlog, weir_queue_entries{revision, pool},
     weir_replicas{revision, pool, state},
     weir_lanes{revision, pool, state}                                         taken, free, withheld by adaptation
@@ -36,6 +38,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from weir.core.endings import Status
 from weir.core.ledger.records import EndRecord, SettleRecord
 from weir.core.registry.model import WorkloadClass
+from weir.units import Millis
 
 _LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _TPOT_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
@@ -181,6 +184,13 @@ class LibraryLog(logging.Handler):
         structlog.get_logger().log(
             record.levelno, "library_log", library=record.name, message=message, exc_info=record.exc_info
         )
+
+
+def snapshot_gauges(version: int, fresh_ms: Millis | None) -> Iterable[GaugeReading]:
+    """What a part says of the approved configuration that it works by."""
+    yield "weir_snapshot_version", "Version of the approved configuration in force.", {}, version
+    if fresh_ms is not None:
+        yield "weir_snapshot_valid_seconds", "How long it may still be worked by.", {}, fresh_ms / 1e3
 
 
 def configure_logs(stream: TextIO | None = None, *, json: bool = True) -> None:

@@ -72,7 +72,7 @@ class TenantStand:
     """broken: what the application reported as a broken invariant."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        self.inbox = Inbox()
+        self.inbox = Inbox(SystemClock())
         self.inbox.deliver(demo_snapshot())
         self.link = SilentLink(self.inbox)
         clock, entropy, telemetry = SystemClock(), SeededEntropy(), Telemetry()

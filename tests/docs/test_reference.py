@@ -28,11 +28,11 @@ from weir.units import Moment
 
 API, ADMIN = "docs/reference/api.md", "docs/reference/admin-api.md"
 CONFIGURATION, CLI = "docs/reference/configuration.md", "docs/reference/cli.md"
-INTERNAL = {errors.StaleEpoch.code, errors.StateLocked.code, errors.StateUnreadable.code}
+INTERNAL = {error.code for error in (errors.LinkFault, errors.StaleEpoch, errors.StateLocked, errors.StateUnreadable)}
 """Errors that never leave the process."""
 
 ADMIN_OPTIONS = {"--state", "--admin", "--admin-key"}
-NO_CLIENTS = ("weir up", "weir generate", "weir ledger verify", "weir sim run")
+NO_CLIENTS = ("weir up", "weir gateway", "weir generate", "weir ledger verify", "weir sim run")
 """Commands that do not ask the management API."""
 
 
@@ -79,7 +79,7 @@ def test_the_documented_range_is_accepted_and_nothing_beyond(tmp_path: Path, row
         assert accepts(path, key, '["batch", "interactive"]')
         assert not any(accepts(path, key, wrong) for wrong in ("[]", "[1]", '"batch"', '["batch", "batch"]'))
         return
-    if row[3] in ("true or false", "a path", "a PostgreSQL URL", "a tenant's name"):
+    if row[3] in ("true or false", "a path", "a PostgreSQL URL", "a tenant's name", "HOST:PORT"):
         assert accepts(path, key, "true" if row[3] == "true or false" else '"file"')
         assert not accepts(path, key, "1")
         return
@@ -200,7 +200,12 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 def options_of(command: Any) -> set[str]:
     """Long options of a command."""
-    words = {word for option in command.params for word in (*option.opts, *option.secondary_opts)}
+    words = {
+        word
+        for option in command.params
+        if not getattr(option, "hidden", False)
+        for word in (*option.opts, *option.secondary_opts)
+    }
     return {word for word in words if word.startswith("--")}
 
 

@@ -25,40 +25,52 @@ from weir.cli.main import command_line
 from weir.core.metering import upper_bound_of_input
 
 DATABASES = ("sqlite", "postgres")
+CELLS = (*DATABASES, "gateways")
+"""What the tests of money run on: one process on either database, and two gateways beside a coordinator on PostgreSQL."""
 BUDGETS = tuple(f"{unit}_{window}" for unit in ("spend_microusd", "tokens") for window in ("per_day", "per_month", "lifetime"))
 LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrency", *BUDGETS)
 CODES = {"requests_per_minute": "requests_limited", "tokens_per_minute": "tokens_limited", "concurrency": "concurrency_limited"}
 CODES |= dict.fromkeys(BUDGETS, "budget_exhausted")
 ALIAS = "assistant"
 VERIFY_S = 60.0
+SHORT_LINK = "\n[link]\nheartbeat_ms = 200\nsilence_ms = 1200\nlease_ms = 2000\n"
+"""Gateways whose coordinator is killed end what they carry in a second instead of ten."""
 _terminal = threading.Lock()  # a command has the process's standard output while it runs
 _numbers = count(10_000)  # beside those of `Stage.caller`
 
 
 @dataclass(frozen=True)
 class Books:
-    """Where a cell keeps its books. state: its directory; url: of the PostgreSQL database, None for SQLite."""
+    """Where a cell keeps its books. state: its directory; url: of the PostgreSQL database, None for SQLite.
+
+    gateways: in processes of their own.
+    """
 
     state: Path
     url: str | None
+    gateways: int = 0
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """What `weir up` is told of it."""
-        return () if self.url is None else ("--database", self.url)
+        database = () if self.url is None else ("--database", self.url)
+        return (*database, "--gateways", str(self.gateways)) if self.gateways else database
+
+    def _config(self, config: str) -> str:
+        return config + SHORT_LINK if self.gateways else config
 
     def start(self, engine: str, config: str) -> RunningCell:
         """A started cell, which the caller ends."""
-        return start_cell(self.state, *self.arguments, engine=(engine,), config=config)
+        return start_cell(self.state, *self.arguments, engine=(engine,), config=self._config(config))
 
     def spawn(self, engine: str, config: str) -> RunningCell:
         """A cell that is starting, which the caller ends."""
-        return spawn_cell(self.state, *self.arguments, engine=(engine,), config=config)
+        return spawn_cell(self.state, *self.arguments, engine=(engine,), config=self._config(config))
 
     @contextmanager
     def running(self, engine: str, config: str) -> Iterator[RunningCell]:
         """A cell for the length of a block; it must exit cleanly, and leave clean books."""
-        with running_cell(self.state, *self.arguments, engine=(engine,), config=config) as cell:
+        with running_cell(self.state, *self.arguments, engine=(engine,), config=self._config(config)) as cell:
             yield cell
             assert "Traceback" not in cell.tail()
         assert self.verify()["open holds"] == 0
@@ -83,9 +95,10 @@ class Books:
         return await asyncio.to_thread(self._verify)
 
 
-def new_books(database: str, folder: Path) -> Books:
-    """Empty books: on SQLite in the folder, or in a PostgreSQL database of their own."""
-    return Books(folder / "state", None if database == "sqlite" else shared_server().migrated_database(keep=True))
+def new_books(kind: str, folder: Path) -> Books:
+    """Empty books for one of CELLS: on SQLite in the folder, or in a PostgreSQL database of their own."""
+    url = None if kind == "sqlite" else shared_server().migrated_database(keep=True)
+    return Books(folder / "state", url, 2 if kind == "gateways" else 0)
 
 
 def noon_zone() -> ZoneInfo:

@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ class RunningCell:
     ready: dict[str, Any]
     state: Path
     log: Path
+    _turns: Iterator[int] = field(default_factory=count)
 
     @property
     def api(self) -> str:
-        """Base URL of the tenant API."""
-        return str(self.ready["api"])
+        """Base URL of the tenant API; of a cell with gateways that of each of them in turn."""
+        gateways = self.ready.get("gateways")
+        return str(gateways[next(self._turns) % len(gateways)] if gateways else self.ready["api"])
 
     def key(self, tenant: str = "acme", application: str = "assistant") -> str:
         """A bootstrap API key."""

@@ -14,7 +14,7 @@ import httpx2
 import openai
 import pytest
 from tests.e2e.ending_stage import Caller, Stage, Surface, price, read_shown, wait_until
-from tests.e2e.money_stage import DATABASES, new_books, new_caller
+from tests.e2e.money_stage import CELLS, new_books, new_caller
 from tests.e2e.running_cell import kill_if_running
 from tests.e2e.scripted_engine import Script, ScriptedEngine
 from tests.e2e.sse_client import Answer
@@ -151,7 +151,7 @@ async def check_running(ids: Ids, use: Use) -> None:
     assert int(answer.headers["retry-after"]) >= 1 and answer.headers.get("x-should-retry") != "false"
 
 
-@pytest.mark.parametrize("database", DATABASES)
+@pytest.mark.parametrize("database", CELLS)
 async def test_ids_through_kill_9(tmp_path: Path, database: str) -> None:
     """What delivered or cost something never runs again, also after kill -9; what did neither runs once more, paid once."""
     books = new_books(database, tmp_path)
@@ -188,7 +188,7 @@ async def test_ids_through_kill_9(tmp_path: Path, database: str) -> None:
 # ── the official client ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture(scope="module", params=DATABASES)
+@pytest.fixture(scope="module", params=CELLS)
 def stage(engine: ScriptedEngine, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """A cell on that engine, with its books in each database."""
     with new_books(request.param, tmp_path_factory.mktemp("ids")).running(engine.url, "") as cell:

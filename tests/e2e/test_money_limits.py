@@ -11,8 +11,8 @@ from zoneinfo import ZoneInfo
 import pytest
 from tests.e2e.ending_stage import Caller, Shown, Stage, price, read_shown
 from tests.e2e.money_stage import (
+    CELLS,
     CODES,
-    DATABASES,
     LIMITS,
     accounts_of,
     new_books,
@@ -195,7 +195,7 @@ class Move:
 # ── through kill -9 ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("database", DATABASES)
+@pytest.mark.parametrize("database", CELLS)
 async def test_limits_and_time_zones_that_change_while_requests_run(tmp_path: Path, database: str) -> None:
     """Each change counts for the next request and cuts none that runs; kill -9 brings no old value back, nor a second day."""
     books, zone = new_books(database, tmp_path), noon_zone()

@@ -15,8 +15,8 @@ from zoneinfo import ZoneInfo
 import pytest
 from tests.e2e.ending_stage import Caller, Form, Stage, price, wait_until
 from tests.e2e.money_stage import (
+    CELLS,
     CODES,
-    DATABASES,
     LIMITS,
     accounts_of,
     new_books,
@@ -172,7 +172,7 @@ async def check_booked(stage: Stage, asked: Round) -> None:
 
 
 @pytest.mark.parametrize("rounds", [10, pytest.param(100, marks=FULL)])
-@pytest.mark.parametrize("database", DATABASES)
+@pytest.mark.parametrize("database", CELLS)
 async def test_room_for_three_admits_three(tmp_path: Path, database: str, rounds: int) -> None:
     """Of fifty parallel requests exactly three are served and booked; the others are told which limit, how full, till when."""
     books, zone = new_books(database, tmp_path), noon_zone()
@@ -185,7 +185,7 @@ async def test_room_for_three_admits_three(tmp_path: Path, database: str, rounds
             spare = worst - 1 if limit not in LIMITS[:3] and number % 2 else 0
             asked = Round(caller, limit, scopes_of(caller)[number % 6], ROOM * worst + spare, worst, zone)
             await set_limits(stage, asked.scope, **{limit: asked.amount})
-            chat = (number + DATABASES.index(database)) % 2 == 1
+            chat = (number + CELLS.index(database)) % 2 == 1
             began = time.monotonic()
             answers = await answers_of(stage, engine, caller, chat)
             served = [answer for answer in answers if answer.status == 200]

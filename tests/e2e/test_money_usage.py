@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.e2e.ending_stage import Caller, Stage, Surface, price, wait_until
-from tests.e2e.money_stage import DATABASES, accounts_of, new_books
+from tests.e2e.money_stage import CELLS, accounts_of, new_books
 from tests.e2e.scripted_engine import Script, ScriptedEngine
 from tests.e2e.sse_client import ask, bearer, calling
 
@@ -16,7 +16,7 @@ TOKENS_MAX = 2**31 - 1
 ANSWERS: list[tuple[Surface, bool]] = [("native", True), ("chat", False)]
 
 
-@pytest.fixture(scope="module", params=DATABASES)
+@pytest.fixture(scope="module", params=CELLS)
 def stage(engine: ScriptedEngine, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """A cell on that engine, with its books in each database."""
     with new_books(request.param, tmp_path_factory.mktemp("usage")).running(engine.url, "") as cell:

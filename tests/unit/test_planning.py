@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from weir import errors
+from weir.clock import SystemClock
 from weir.core.metering import InputBasis, Price
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
@@ -28,7 +29,7 @@ def _principal(tenant: str) -> Principal:
 
 
 def _planner(*, ready: int = 1, salt_key: bytes = b"salt key") -> Planner:
-    inbox = Inbox()
+    inbox = Inbox(SystemClock())
     tenants = {name: Tenant(name) for name in ("acme", "globex")}
     aliases = {"chat": Alias("chat", CHAT.id, 100), "base": Alias("base", BASE.id, 100)}
     inbox.deliver(
@@ -225,7 +226,7 @@ async def test_only_engines_that_may_see_a_prompt_count_it(
     owner: str | None, own_pool: bool, leaves: bool, counted: InputBasis
 ) -> None:
     """Protects dedicated pools both ways: no prompt goes to another tenant's engines, nor out of its own, to be counted."""
-    inbox = Inbox()
+    inbox = Inbox(SystemClock())
     pools = [replace(Pool("chat", CHAT.id, 1, 1), tenant=owner)]
     if own_pool:
         pools.append(Pool("own", CHAT.id, 1, 1, tenant="acme"))

@@ -56,6 +56,7 @@ class Desk:
     def __init__(self) -> None:
         self.store = FaultyCatalog()
         self.published: list[Snapshot] = []
+        self.renewals = 0
         self._arrived = asyncio.Condition()
         self.commands = Commands(self.store, self._publish, ManualClock(), SeededEntropy())
 
@@ -64,6 +65,9 @@ class Desk:
             self.published.append(snapshot)
             self._arrived.notify_all()
         return Acknowledgement(snapshot.version)
+
+    def renew(self) -> None:
+        self.renewals += 1
 
     async def wait_published(self, version: int) -> Snapshot:
         """The snapshot of this version, once it is in force."""
@@ -75,7 +79,7 @@ class Desk:
     @asynccontextmanager
     async def refreshing(self) -> AsyncIterator[None]:
         """The refresh runs meanwhile."""
-        running = asyncio.get_running_loop().create_task(Refresh(self.commands, PERIOD_S).run())
+        running = asyncio.get_running_loop().create_task(Refresh(self.commands, self.renew, PERIOD_S).run())
         try:
             yield
         finally:
@@ -98,6 +102,7 @@ async def test_a_change_whose_answer_was_lost_comes_into_force() -> None:
         in_force = await desk.wait_published(4)
     with pytest.raises(errors.Revoked):
         in_force.authenticate(secret)
+    assert desk.renewals
 
 
 async def test_a_change_that_could_not_be_read_back_comes_into_force() -> None:

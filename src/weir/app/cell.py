@@ -1,32 +1,26 @@
-"""The embedded cell: gateway, coordinator and control in one process, engines as child processes or behind URLs.
+"""A cell: coordinator and control in this process, the tenant side here too or in gateway processes.
 
 It composes and starts the parts, says when they are ready, and takes them down in order: refuse, let finish, end the rest, stop
 engines, flush the journal, close the stores, release the state directory. Each part's failure ends the whole cell.
 """
 
 import asyncio
-import gc
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import structlog
 
-from weir.api.tenant_app import TenantApp
+from weir import errors
 from weir.app.engine_choice import check_engine_names, check_further_pools, declare_models
+from weir.app.engine_clients import EngineClients
+from weir.app.fronts import Front, FrontParts, GatewaysFront, OwnFront
+from weir.app.listeners import Listeners
 from weir.app.running_view import RunningCell, gauges_of
-from weir.app.servers import (
-    MetricsServer,
-    QuietServer,
-    admin_server,
-    listen,
-    raise_open_files,
-    tenant_server,
-    url_of,
-    within_open_files,
-)
+from weir.app.runtime import settle_garbage_collector, unless_stopped
+from weir.app.servers import QuietServer
 from weir.app.stores import Stores, open_stores
 from weir.clock import SystemClock, SystemEntropy
 from weir.config import WeirConfig, environment_of_engine
@@ -44,41 +38,46 @@ from weir.core.registry.model import EngineKind
 from weir.core.registry.snapshot import Snapshot
 from weir.core.routing.replica import Replica, ReplicaState
 from weir.engines.launcher import LocalLauncher
-from weir.engines.llamacpp import LlamaCppEngine
-from weir.engines.openai_compatible import OpenAICompatibleEngine
-from weir.gateway.inbox import Inbox
-from weir.gateway.pipeline import Gateway
-from weir.gateway.planning import Planner
-from weir.messages import Register
-from weir.ports import Acknowledgement, Engine, LedgerStore
+from weir.link.frames import Terms
+from weir.ports import Acknowledgement, LedgerStore
 from weir.storage.state_directory import BODY_DIGEST_SECRET, CACHE_SALT_SECRET, write_private_file
 from weir.telemetry import Telemetry
+from weir.units import Millis
 
 _log = structlog.get_logger("weir.cell")
-Result = TypeVar("Result")
+
+SNAPSHOT_VALID_MS: Millis = 60_000
+"""How long the approved configuration may be worked by without having been checked against the store."""
+_ACKNOWLEDGE_MS: Millis = 2_000
+"""How long a change waits for all gateways before it is answered with those that are behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellOptions:
-    """How `weir up` was asked to start. listen: (host, port), port 0 for any free one."""
+    """How `weir up` was asked to start. listen: (host, port), port 0 for any free one.
+
+    gateways: how many in processes of their own; 0: one in this process.
+    """
 
     engines: list[str]
     state: Path
     listen: tuple[str, int]
     config: WeirConfig
     ready_file: Path | None = None
+    gateways: int = 0
     announce: Callable[[str], None] = field(default=lambda line: None)
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What the ready file says, as written."""
+    """What the ready file says, as written. gateways: only where they are processes of their own."""
 
     api: str
     admin: str
     metrics: str
     secrets: BootstrapSecrets
     aliases: list[dict[str, str]]
+    gateways: list[str] = field(default_factory=list)
 
     def content(self) -> dict[str, Any]:
         """The JSON object of the ready file."""
@@ -88,25 +87,8 @@ class Ready:
             "metrics": self.metrics,
             **self.secrets,
             "aliases": self.aliases,
+            **({"gateways": self.gateways} if self.gateways else {}),
         }
-
-
-class Engines:
-    """One client per engine kind."""
-
-    def __init__(self, config: WeirConfig) -> None:
-        first_output_ms, idle_ms = config.engine.first_output_ms, config.engine.idle_ms
-        self._llamacpp = LlamaCppEngine(first_output_ms=first_output_ms, idle_ms=idle_ms)
-        self._openai = OpenAICompatibleEngine(first_output_ms=first_output_ms, idle_ms=idle_ms)
-
-    def of(self, kind: EngineKind) -> Engine:
-        """The client that speaks to this kind of engine."""
-        return self._llamacpp if kind is EngineKind.LLAMACPP else self._openai
-
-    async def aclose(self) -> None:
-        """Close every connection."""
-        await self._llamacpp.aclose()
-        await self._openai.aclose()
 
 
 class Cell:
@@ -121,13 +103,13 @@ class Cell:
         self._telemetry = Telemetry()
         self._fleet = Fleet(self._clock, _adapting(options.config))
         self._fleet.on_state = _log_state
-        self._engines = Engines(options.config)
-        self._inbox = Inbox()
+        self._engines = EngineClients(options.config.engine)
         config = options.config.coordinator
         self._executions = ExecutionTable(
             stores.ledger, config.remembered_executions, config.request_id_ms, config.store_wait_ms
         )
         self._coordinator: Coordinator | None = None
+        self._front: Front | None = None
         self._draining = False
         self._commands = Commands(stores.catalog, self._publish, self._clock, self._entropy)
         threads = options.config.pool.threads
@@ -142,7 +124,7 @@ class Cell:
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[Ready], None]) -> None:
         """Serve until `stop` is set, then drain; set before it is ready, it ends the start. Raises what broke the cell."""
-        secrets = await _unless_stopped(stop, self._bootstrap())
+        secrets = await unless_stopped(stop, self._bootstrap())
         if secrets is None:
             return
         await self._commands.refresh()
@@ -151,27 +133,30 @@ class Cell:
         if recovered.resolved:
             self._options.announce(f"resolved {recovered.resolved} hold(s) that a crash left open")
         coordinator = self._coordinator = self._compose_coordinator(recovered, snapshot)
-        gateway = self._compose_gateway(coordinator)
-        view = RunningCell(self._clock, recovered.book, coordinator, self._fleet, self._supervisor, self._inbox)
+        coordinator.renew(SNAPSHOT_VALID_MS)
+        front = self._front = self._compose_front(coordinator, recovered.journal.epoch)
+        view = RunningCell(self._clock, recovered.book, coordinator, self._fleet, self._supervisor, front.inbox)
         self._telemetry.read_gauges_from(
             lambda: gauges_of(coordinator, self._executions, recovered.book, self._fleet, lambda: recovered.journal.backlog)
         )
-        async with _Listeners(self._options, self._telemetry) as listeners, asyncio.TaskGroup() as tasks:
+        options = self._options
+        sockets = Listeners(options.listen, self._config.gateway, self._telemetry, options.announce)
+        async with sockets as listeners, asyncio.TaskGroup() as tasks:
             supervisor = tasks.create_task(self._supervisor.run())
             tasks.create_task(coordinator.run())
-            tasks.create_task(gateway.run())
             watchdog = tasks.create_task(self._fail_when_broken())
-            upkeep = [tasks.create_task(part.run()) for part in (self._compose_pruning(recovered), Refresh(self._commands))]
+            refresh = Refresh(self._commands, self._renew)
+            upkeep = [tasks.create_task(part.run()) for part in (self._compose_pruning(recovered), refresh)]
             admin = await asyncio.to_thread(_admin_app, self._commands, self._stores.ledger, view, self._entropy)
-            app = TenantApp(gateway, self._clock, self._entropy, self._config.gateway, self._is_ready, self.fail)
-            servers = [listeners.serve_tenants(tasks, app), listeners.serve_admin(tasks, admin, app.new_request_id)]
-            if await _unless_stopped(stop, self._supervisor.wait_ready()):
-                ready = self._ready(listeners, secrets, snapshot)
+            front.start(tasks, listeners)
+            server = listeners.serve_admin(tasks, admin, self._new_request_id)
+            if await unless_stopped(stop, self._wait_ready(front)):
+                ready = self._ready(listeners, secrets, snapshot, front.gateways)
                 self._write_ready_file(ready)
-                _settle_garbage_collector()
+                settle_garbage_collector()
                 on_ready(ready)
                 await stop.wait()
-            await self._take_down(coordinator, gateway, servers)
+            await self._take_down(coordinator, front, server)
             supervisor.cancel()
             watchdog.cancel()
             for task in upkeep:
@@ -213,19 +198,49 @@ class Cell:
         kept = self._config.ledger.retention_days
         return Pruning(self._stores.ledger, self._clock, recovered.journal.epoch, kept, self._telemetry.rolled_up.inc)
 
-    def _compose_gateway(self, coordinator: Coordinator) -> Gateway:
-        digest_key = self._stores.directory.secret(BODY_DIGEST_SECRET, self._entropy)
-        salt_key = self._stores.directory.secret(CACHE_SALT_SECRET, self._entropy)
-        planner = Planner(self._inbox, self._engines.of, digest_key, salt_key)
-        gateway = Gateway(self._clock, self._entropy, self._config.gateway, self._inbox, planner, self._telemetry)
-        link = coordinator.connect(Register(f"gw-{self._entropy.token(8).hex()}"), self._inbox)
-        config = self._config.coordinator
-        gateway.connect(link, self._engines.of, config.delivery_step_tokens, config.store_wait_ms)
-        return gateway
+    def _compose_front(self, coordinator: Coordinator, epoch: int) -> Front:
+        parts = FrontParts(
+            clock=self._clock,
+            entropy=self._entropy,
+            telemetry=self._telemetry,
+            config=self._config,
+            terms=self._terms(),
+            epoch=epoch,
+            is_ready=self._is_ready,
+            on_broken=self.fail,
+        )
+        if self._options.gateways:
+            return GatewaysFront(parts, coordinator, self._options.gateways)
+        return OwnFront(parts, coordinator, self._engines)
 
-    def _ready(self, listeners: "_Listeners", secrets: BootstrapSecrets, snapshot: Snapshot) -> Ready:
+    def _terms(self) -> Terms:
+        """What gateways are told. Raises InvalidRequest for bounds that contradict each other."""
+        directory, coordinator, link = self._stores.directory, self._config.coordinator, self._config.link
+        if not 3 * link.heartbeat_ms < link.silence_ms <= link.lease_ms - 4 * link.heartbeat_ms:
+            raise errors.InvalidRequest(
+                "link.silence_ms must be above 3 times link.heartbeat_ms, and at least 4 times that below link.lease_ms.",
+                members={"field": "link.silence_ms"},
+            )
+        return Terms(
+            digest_key=directory.secret(BODY_DIGEST_SECRET, self._entropy),
+            salt_key=directory.secret(CACHE_SALT_SECRET, self._entropy),
+            step_tokens=coordinator.delivery_step_tokens,
+            store_wait_ms=coordinator.store_wait_ms,
+            heartbeat_ms=link.heartbeat_ms,
+            silence_ms=link.silence_ms,
+            lease_ms=link.lease_ms,
+        )
+
+    def _new_request_id(self) -> str:
+        return f"req-{self._entropy.token(12).hex()}"
+
+    async def _wait_ready(self, front: Front) -> bool:
+        await self._supervisor.wait_ready()
+        return await front.wait_ready()
+
+    def _ready(self, listeners: Listeners, secrets: BootstrapSecrets, snapshot: Snapshot, gateways: list[str]) -> Ready:
         aliases = [{"alias": alias.name, "model_revision": alias.revision} for alias in snapshot.aliases.values()]
-        return Ready(listeners.api_url, listeners.admin_url, listeners.metrics_url, secrets, aliases)
+        return Ready(listeners.api_url, listeners.admin_url, listeners.metrics_url, secrets, aliases, gateways)
 
     def _write_ready_file(self, ready: Ready) -> None:
         content = msgspec.json.format(msgspec.json.encode(ready.content()), indent=2) + b"\n"
@@ -249,10 +264,16 @@ class Cell:
     # ── while it runs ────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _publish(self, snapshot: Snapshot) -> Acknowledgement:
-        """In one process a snapshot is in force everywhere once it was handed over."""
-        if self._coordinator is not None:
-            self._coordinator.publish(await asyncio.to_thread(snapshot.serving, self._served_pools()))
-        return Acknowledgement(snapshot.version)
+        """It is in force here when it was handed over, and everywhere once every gateway says so."""
+        if self._coordinator is None or self._front is None:
+            return Acknowledgement(snapshot.version)
+        self._coordinator.publish(await asyncio.to_thread(snapshot.serving, self._served_pools()))
+        return Acknowledgement(snapshot.version, await self._front.all_hold(snapshot.version, _ACKNOWLEDGE_MS))
+
+    def _renew(self) -> None:
+        """What is in force was checked against the store."""
+        assert self._coordinator is not None
+        self._coordinator.renew(SNAPSHOT_VALID_MS)
 
     def _served_pools(self) -> set[str]:
         """What an earlier start declared stays on record, but only the pools of this one are served."""
@@ -271,73 +292,13 @@ class Cell:
 
     # ── end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _take_down(self, coordinator: Coordinator, gateway: Gateway, servers: list[QuietServer]) -> None:
+    async def _take_down(self, coordinator: Coordinator, front: Front, admin: QuietServer) -> None:
         self._draining = True
-        self._options.announce(f"draining {gateway.in_flight} request(s)")
+        self._options.announce(f"draining {self._executions.in_flight} request(s)")
         await coordinator.drain(self._config.coordinator.drain_grace_ms)
-        for server in servers:
-            server.should_exit = True
-        gateway.close()
+        admin.should_exit = True
+        await front.stop()
         coordinator.close()
-
-
-async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """What a part of the start gives; None when `stop` came first, and then that part was cancelled."""
-    loop = asyncio.get_running_loop()
-    tasks = loop.create_task(work), loop.create_task(stop.wait())
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-    return None if tasks[0].cancelled() else tasks[0].result()
-
-
-class _Listeners:
-    """The sockets of a cell: bound at once, so that the ready file can name them, closed at the end.
-
-    Management and metrics listen on loopback, on the two ports after the tenants' own, or on free ones where that is free.
-    """
-
-    def __init__(self, options: CellOptions, telemetry: Telemetry) -> None:
-        host, port = options.listen
-        config = within_open_files(options.config.gateway, raise_open_files())
-        self._config = config
-        if config.connections_max < options.config.gateway.connections_max:
-            options.announce(
-                f"room for {config.connections_max} connections: half of the open files that this process may have"
-            )
-        self._tenants = listen(host, port, config)
-        self._admin = listen("127.0.0.1", port and port + 1, config)
-        self._metrics = MetricsServer("127.0.0.1", port and port + 2, telemetry)
-        self.api_url = url_of(self._tenants)
-        self.admin_url = url_of(self._admin)
-        self.metrics_url = self._metrics.url
-
-    async def __aenter__(self) -> "_Listeners":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self._metrics.close)
-        self._tenants.close()
-        self._admin.close()
-
-    def serve_tenants(self, tasks: asyncio.TaskGroup, app: TenantApp) -> QuietServer:
-        """Start the tenant side."""
-        server = tenant_server(app, self._config)
-        tasks.create_task(server.serve(sockets=[self._tenants]))
-        return server
-
-    def serve_admin(self, tasks: asyncio.TaskGroup, app: Any, new_request_id: Callable[[], str]) -> QuietServer:
-        """Start the management side."""
-        server = admin_server(app, new_request_id, self._config)
-        tasks.create_task(server.serve(sockets=[self._admin]))
-        return server
-
-
-_YOUNG_OBJECTS = 20_000
-"""Requests leave few cycles: collecting every 700 objects, as Python does, cost a tenth of the CPU of a request."""
 
 
 def _adapting(config: WeirConfig) -> Adapting:
@@ -347,13 +308,6 @@ def _adapting(config: WeirConfig) -> Adapting:
         back_off_ms=config.engine.restart_backoff_ms,
         least_percent=coordinator.concurrency_min_percent,
     )
-
-
-def _settle_garbage_collector() -> None:
-    """What the start made lives as long as the process: leave it out of every collection, and collect less often."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_YOUNG_OBJECTS, 10, 10)
 
 
 def _admin_app(commands: Commands, ledger: LedgerStore, view: RunningCell, entropy: SystemEntropy) -> Any:

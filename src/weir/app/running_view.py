@@ -15,7 +15,7 @@ from weir.core.routing.replica import Replica, ReplicaState
 from weir.gateway.inbox import Inbox
 from weir.messages import GenerationRecord
 from weir.ports import Clock
-from weir.telemetry import GaugeReading
+from weir.telemetry import GaugeReading, snapshot_gauges
 from weir.units import Moment
 
 
@@ -108,6 +108,7 @@ def gauges_of(
     coordinator: Coordinator, executions: ExecutionTable, book: Book, fleet: Fleet, backlog: Callable[[], int]
 ) -> Iterable[GaugeReading]:
     """What metrics show of the present; safe from another thread: whole numbers and copies of dictionaries."""
+    yield from snapshot_gauges(coordinator.snapshot.version, coordinator.fresh_ms)
     yield "weir_requests_in_flight", "Admitted requests that have not ended.", {}, executions.in_flight
     yield "weir_open_holds", "Holds that have not ended.", {}, book.open_holds
     yield "weir_live_executions", "Executions that are not quiet yet.", {}, executions.live_count

@@ -44,12 +44,17 @@ class QuietServer(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int, config: GatewayConfig) -> socket.socket:
-    """A listening socket whose accepted sockets have a bounded send buffer. Raises InvalidRequest when the address is taken."""
+def listen(host: str, port: int, config: GatewayConfig, *, shared: bool = False) -> socket.socket:
+    """A listening socket whose accepted sockets have a bounded send buffer. Raises InvalidRequest when the address is taken.
+
+    shared: with other processes that ask for the same; the system spreads connections over them.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.socket_buffer_bytes)
         listener.bind((host, port))
         listener.listen(config.backlog)

@@ -25,6 +25,7 @@ class Entry:
 
 ENTRIES = {
     "up": Entry("weir.cli.up", "up", "Run a whole cell in this process."),
+    "gateway": Entry("weir.cli.gateway", "gateway", "Run one gateway of a cell, linked to its coordinator."),
     "generate": Entry("weir.cli.generate", "generate", "Ask a model and stream its answer to the terminal."),
     "tenant": Entry("weir.cli.tenant", "commands", "Create, show, change and end tenants."),
     "app": Entry("weir.cli.application", "commands", "Create and list a tenant's applications."),

@@ -37,9 +37,12 @@ def up(
     database: Annotated[
         str | None, typer.Option("--database", help="URL of a PostgreSQL database, instead of SQLite in the state directory.")
     ] = None,
+    gateways: Annotated[
+        int, typer.Option("--gateways", min=0, max=64, help="How many gateways, as processes of their own; 0: in this one.")
+    ] = 0,
     first_answer: Annotated[bool, typer.Option("--first-answer", help="Stream one answer once ready.")] = False,
 ) -> None:
-    """Start the platform in one process: gateway, coordinator and control, on SQLite or PostgreSQL, with its engines."""
+    """Start the platform: coordinator, control and gateways, on SQLite or PostgreSQL, with its engines."""
     _refuse_stripped_assertions()
     try:
         settings = load_config(config)
@@ -52,6 +55,7 @@ def up(
             listen=_address(listen),
             config=settings,
             ready_file=ready_file,
+            gateways=gateways,
             announce=_say,
         )
         uvloop.run(_serve(options, first_answer=first_answer))
@@ -127,6 +131,8 @@ def show_ready(ready: Ready) -> None:
     typer.echo(f"  API      {ready.api}")
     typer.echo(f"  admin    {ready.admin}   key {ready.secrets['admin_key'] or '(revoked)'}")
     typer.echo(f"  metrics  {ready.metrics}/metrics")
+    for url in ready.gateways:
+        typer.echo(f"  gateway  {url}")
     for alias in ready.aliases:
         typer.echo(f"  alias    {alias['alias']:<12} {alias['model_revision']}")
     for tenant in ready.secrets["tenants"]:

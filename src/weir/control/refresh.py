@@ -6,6 +6,7 @@ force over a newer one.
 """
 
 import asyncio
+from collections.abc import Callable
 
 import structlog
 
@@ -19,10 +20,14 @@ _log = structlog.get_logger("weir.control")
 
 
 class Refresh:
-    """One cell's refresh. period_s: seconds between two questions, which bounds how long a stored change is not in force."""
+    """One cell's refresh. renew: called when what is in force was found to be what is stored.
 
-    def __init__(self, commands: Commands, period_s: float = PERIOD_S) -> None:
+    period_s: seconds between two questions, which bounds how long a stored change is not in force.
+    """
+
+    def __init__(self, commands: Commands, renew: Callable[[], None], period_s: float = PERIOD_S) -> None:
         self._commands = commands
+        self._renew = renew
         self._period_s = period_s
 
     async def run(self) -> None:
@@ -33,6 +38,7 @@ class Refresh:
             try:
                 if await self._commands.refresh():
                     _log.info("catalog_refreshed", version=self._commands.published.version)
+                self._renew()
                 away = False
             except errors.LedgerUnavailable:
                 if not away:

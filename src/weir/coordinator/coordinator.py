@@ -29,7 +29,7 @@ from weir.coordinator.execution_table import ExecutionTable
 from weir.coordinator.explain import Timelines, WatchedSessions
 from weir.coordinator.fleet import Fleet
 from weir.coordinator.journal import Journal
-from weir.coordinator.ledger_entries import Stamp, hold_record
+from weir.coordinator.ledger_entries import Stamp, finish_of_lost, hold_record
 from weir.coordinator.queries import Queries
 from weir.coordinator.rejections import RejectionCounter
 from weir.coordinator.sessions import LocalLink, Session
@@ -52,6 +52,7 @@ from weir.messages import (
     Admitted,
     AskStanding,
     CancelById,
+    Draining,
     Finish,
     FleetView,
     GenerationRecord,
@@ -60,13 +61,14 @@ from weir.messages import (
     Progress,
     Register,
     Rejected,
+    SnapshotFresh,
     Stopped,
     StopRequest,
     Up,
 )
 from weir.ports import Clock, GatewayInbox
 from weir.telemetry import Telemetry
-from weir.units import Millis, Moment, ceil_ms_from_ns, ms_from_ns, ns_from_ms
+from weir.units import Millis, Moment, Nanos, ceil_ms_from_ns, ms_from_ns, ns_from_ms
 
 _LATE_RETRY_MS = 1_000
 
@@ -117,6 +119,7 @@ class Coordinator:
         self._tasks: asyncio.TaskGroup | None = None
         self._draining = False
         self._closed = False
+        self._fresh_until_ns: Nanos | None = None
         self._receivers: dict[type, Callable[[Session, Any], None]] = {
             Acquire: self._on_acquire,
             Progress: self._on_progress,
@@ -151,6 +154,7 @@ class Coordinator:
     async def drain(self, grace_ms: int) -> None:
         """Refuse new work, let what is admitted finish within the grace, then end the rest as `shutdown`."""
         self._draining = True
+        self._sessions.tell_all(Draining())
         try:
             await asyncio.wait_for(self._settler.idle.wait(), grace_ms / 1e3)
         except TimeoutError:
@@ -182,9 +186,26 @@ class Coordinator:
         inbox.deliver(FleetView(self._fleet.ready_addresses()))
         return LocalLink(self.receive, session)
 
+    def lose(self, session: str) -> None:
+        """A gateway is gone: what it carried ends by the rule for what nobody can account for, and its engines run nothing."""
+        lost = self._sessions.close(session)
+        lost.asking.clear()
+        carried = list(lost.by_ref.values())
+        # First what waits: no lane that comes free below is for it.
+        waiting = [execution for execution in carried if isinstance(execution.state, Queued)]
+        self._dispatcher.end_all_waiting(waiting, FinishReason.COORDINATOR_LOST)
+        for execution in carried:
+            if execution.end_record is None:
+                self._on_finish(lost, finish_of_lost(execution))
+            elif execution.waits_to_be_shown:
+                self._settler.give_up_completion(execution, FinishReason.COORDINATOR_LOST)
+            for placement in execution.placements:
+                self._on_stopped(lost, Stopped(execution.acquire.ref, placement.attempt))
+
     def receive(self, session: Session, message: Up) -> None:
-        """One message of a session."""
-        self._receivers[type(message)](session, message)
+        """One message of a session; of one that is over it is not heard."""
+        if session.is_open:
+            self._receivers[type(message)](session, message)
 
     def publish(self, snapshot: Snapshot) -> None:
         """Put a newer approved configuration in force, here and in every session; work of what is revoked is cancelled."""
@@ -196,6 +217,18 @@ class Coordinator:
             if snapshot.is_revoked(asked.tenant, asked.application, asked.key) or (revision and revision.revoked):
                 self._ask_to_stop(execution, FinishReason.REVOKED)
         self._sessions.tell_all(snapshot)
+
+    def renew(self, valid_ms: Millis) -> None:
+        """The snapshot was checked against the store: it may be worked by for so long; never renewed, for ever."""
+        self._fresh_until_ns = self._clock.monotonic_ns() + ns_from_ms(valid_ms)
+        self._sessions.tell_all(SnapshotFresh(valid_ms))
+
+    @property
+    def fresh_ms(self) -> Millis | None:
+        """For how long the snapshot may still be worked by, ≥ 0; None: no bound was told."""
+        if self._fresh_until_ns is None:
+            return None
+        return max(0, ms_from_ns(self._fresh_until_ns - self._clock.monotonic_ns()))
 
     def _fleet_changed(self) -> None:
         self._sessions.tell_all(FleetView(self._fleet.ready_addresses()))
@@ -272,6 +305,9 @@ class Coordinator:
     def _refusal_of_state(self) -> errors.WeirError | None:
         if self._draining or self._closed:
             return errors.Draining("The platform is draining.", retry_after_ms=_LATE_RETRY_MS)
+        if self.fresh_ms == 0:
+            detail = "The approved configuration could not be checked for too long."
+            return errors.SnapshotExpired(detail, retry_after_ms=_LATE_RETRY_MS)
         if self._store_watch.is_late:
             return errors.LedgerUnavailable("The ledger cannot be written now.")
         return None

@@ -193,6 +193,12 @@ class Dispatcher:
         self._end_waiting(execution, reason)
         self._schedule(self._pools[execution.pool])
 
+    def end_all_waiting(self, executions: Sequence[Execution], reason: FinishReason) -> None:
+        """End executions that wait, all of them before anything else may start."""
+        for execution in executions:
+            self._end_waiting(execution, reason)
+        self.schedule()
+
     def _end_waiting(self, execution: Execution, reason: FinishReason) -> None:
         if reason is FinishReason.QUEUE_WAIT and not execution.placements:
             self._domain_of(execution).expired(execution, self._clock.monotonic_ns())

@@ -80,6 +80,11 @@ class Execution:
         return is_terminal(self.state)
 
     @property
+    def waits_to_be_shown(self) -> bool:
+        """Whether it is a whole answer whose end is decided, and shown once that is durable."""
+        return self.end_record is not None and not self.is_ended and not self.given_up
+
+    @property
     def placement(self) -> Placement | None:
         """Where its last attempt runs or ran."""
         return self.placements[-1] if self.placements else None

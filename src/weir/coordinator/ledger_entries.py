@@ -137,6 +137,15 @@ def release_record(
     )
 
 
+def finish_of_lost(execution: Execution) -> Finish:
+    """How an execution that runs ends as its gateway is lost: as after a crash, input and all that was booked, unpaid."""
+    placement = execution.placement
+    assert placement is not None
+    used = AttemptUsage(execution.admit.worst.input_tokens, 0, execution.delivered_max, Basis.UNCERTAIN)
+    ref, reason = execution.acquire.ref, FinishReason.COORDINATOR_LOST
+    return Finish(ref, placement.attempt, reason, execution.delivered_max, used)
+
+
 def recovery_record(stored: StoredExecution, price: Price, stamp: Stamp) -> EndRecord:
     """How a hold without settlement ends after a crash: released if never dispatched, else the platform's, uncertain."""
     reason = FinishReason.COORDINATOR_LOST

@@ -11,12 +11,23 @@ from weir.ports import GatewayInbox
 
 @dataclass(slots=True)
 class Session:
-    """A gateway's session. by_ref: its requests that have something pending; asking: acquires that wait for the store."""
+    """A gateway's session. by_ref: its requests that have something pending; asking: acquires that wait for the store.
+
+    is_open: until it is over; then its inbox is nobody's.
+    """
 
     name: str
     inbox: GatewayInbox
     by_ref: dict[int, Execution] = field(default_factory=dict)
     asking: set[int] = field(default_factory=set)
+    is_open: bool = True
+
+
+class _Nobody:
+    """The inbox of a session that is over: what is still on its way to it is dropped."""
+
+    def deliver(self, message: Down) -> None:
+        """Nobody hears it."""
 
 
 class Sessions:
@@ -29,6 +40,12 @@ class Sessions:
         """A new session; names are unique."""
         assert name not in self._by_name
         session = self._by_name[name] = Session(name, inbox)
+        return session
+
+    def close(self, name: str) -> Session:
+        """The session is over; what is told to it from now on is told to nobody."""
+        session = self._by_name.pop(name)
+        session.is_open, session.inbox = False, _Nobody()
         return session
 
     def deliver(self, execution: Execution, message: Down) -> None:

@@ -136,11 +136,10 @@ class Settler:
             self.sessions.tell(session, answer)
         execution.cancel_queries.clear()
 
-    def give_up_completion(self, execution: Execution) -> None:
-        """A whole answer whose settlement is late: drop the output; a settlement that no write has taken becomes zero."""
+    def give_up_completion(self, execution: Execution, reason: FinishReason = FinishReason.LEDGER_UNAVAILABLE) -> None:
+        """A whole answer that nobody will get: drop the output; a settlement that no write has taken becomes zero."""
         record = execution.end_record
         assert isinstance(record, SettleRecord)
-        reason = FinishReason.LEDGER_UNAVAILABLE
         usage = Usage(record.input_tokens, record.cached_input_tokens, record.output_tokens, record.basis)
         due = charge(ending(reason), usage, 0, execution.admit.worst, execution.admit.revision.price)
         outcome = _with_lost(Outcome(reason, usage, 0, due), execution)

@@ -57,6 +57,6 @@ class StoreWatch:
             return
         if now_ns - execution.decided_ns <= self._wait_ns:
             return
-        if not execution.is_ended and not execution.given_up:
+        if execution.waits_to_be_shown:
             self._settler.give_up_completion(execution)
         self._settler.answer_cancel_queries(execution)

@@ -13,6 +13,8 @@ from weir.messages import AttemptUsage, Granted
 from weir.ports import EngineEnd, EngineRun
 from weir.units import Nanos, Tokens
 
+_REPORTED_MAX: Tokens = 2**53
+
 
 class Attempt:
     """granted: None until the coordinator grants it; run: set with it. texts: released before the headers were out.
@@ -61,7 +63,7 @@ class Attempt:
     def output_tokens(self) -> Tokens:
         """The engine's own figure where it arrived, else what was counted here."""
         usage = self.end.usage if self.end else None
-        return usage.output_tokens if usage else self.stream.arrived
+        return _sendable(usage.output_tokens if usage else self.stream.arrived)
 
     def usage(self, reason: FinishReason) -> AttemptUsage | None:
         """What it used when it ended for this reason; None if it was never granted."""
@@ -69,9 +71,15 @@ class Attempt:
             return None
         measured = self.end.usage if self.end else None
         if measured is not None:
-            return AttemptUsage(measured.input_tokens, measured.cached_input_tokens, measured.output_tokens, Basis.ENGINE)
+            read, cached = _sendable(measured.input_tokens), _sendable(measured.cached_input_tokens)
+            return AttemptUsage(read, cached, _sendable(measured.output_tokens), Basis.ENGINE)
         if reason is FinishReason.ENGINE_REJECTED:
             return AttemptUsage(0, 0, 0, Basis.ENGINE)
         exact = self.counted and self._plan.input_basis is InputBasis.EXACT
         basis = Basis.ENGINE if exact else Basis.ESTIMATED
-        return AttemptUsage(self._plan.input_tokens, 0, self.stream.arrived, basis)
+        return AttemptUsage(self._plan.input_tokens, 0, _sendable(self.stream.arrived), basis)
+
+
+def _sendable(reported: Tokens) -> Tokens:
+    """What an engine reported, no further from zero than a message carries; absurd it is either way."""
+    return max(-_REPORTED_MAX, min(reported, _REPORTED_MAX))

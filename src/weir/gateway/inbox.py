@@ -15,17 +15,25 @@ from weir.messages import (
     AskStanding,
     CancelById,
     Down,
+    Draining,
     FleetView,
     Found,
     Lookup,
     ReplicaAddress,
+    SnapshotFresh,
     StandingFound,
     StandingView,
 )
-from weir.ports import CoordinatorLink
+from weir.ports import Clock, CoordinatorLink
+from weir.units import Millis, Nanos, ms_from_ns, ns_from_ms
 
-_OF_THE_SESSION = (Snapshot, FleetView, Found, StandingFound)
+_OF_THE_SESSION = (Snapshot, SnapshotFresh, FleetView, Draining, Found, StandingFound)
 """Messages that are not about one request."""
+
+
+_LOST = "No coordinator can be reached."
+LOST_RETRY_MS: Millis = 1_000
+"""A takeover takes seconds."""
 
 
 class Listener(Protocol):
@@ -33,13 +41,23 @@ class Listener(Protocol):
 
     def deliver(self, message: Down) -> None: ...
 
+    def coordinator_lost(self) -> None:
+        """No more will come, and nothing that was asked is answered."""
+        ...
+
 
 class Inbox:
-    """One session's incoming side. `link` is set once the session is open."""
+    """One session's incoming side. `link` is set once the session is open.
 
-    def __init__(self) -> None:
+    is_lost: no coordinator knows of this session; until one does, nothing is asked. is_draining: it admits nothing more.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._fresh_until_ns: Nanos | None = None
         self.snapshot = Snapshot()
         self.link: CoordinatorLink | None = None
+        self.is_lost = self.is_draining = False
         self._listeners: dict[int, Listener] = {}
         self._queries: dict[int, asyncio.Future[Found | StandingFound]] = {}
         self._ready: dict[str, list[ReplicaAddress]] = {}
@@ -62,6 +80,18 @@ class Inbox:
         """Requests with an open reference."""
         return len(self._listeners)
 
+    @property
+    def fresh_ms(self) -> Millis | None:
+        """For how long the snapshot may still be worked by, ≥ 0; None: no bound was told."""
+        if self._fresh_until_ns is None:
+            return None
+        return max(0, ms_from_ns(self._fresh_until_ns - self._clock.monotonic_ns()))
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether any replica is ready."""
+        return bool(self._ready)
+
     def counting_replica(self, revision: str, tenant: str) -> ReplicaAddress | None:
         """A ready replica of a revision that counts tokens and may see this tenant's prompts; None when there is none."""
         ready, owner = self._ready.get(revision, ()), self.snapshot.tenants.get(tenant)
@@ -82,10 +112,15 @@ class Inbox:
         if not isinstance(message, _OF_THE_SESSION):
             if (listener := self._listeners.get(message.ref)) is not None:
                 listener.deliver(message)
+        elif isinstance(message, SnapshotFresh):
+            self._fresh_until_ns = self._clock.monotonic_ns() + ns_from_ms(message.valid_ms)
+        elif isinstance(message, Draining):
+            self.is_draining = True
         elif isinstance(message, Snapshot):
             if message.version >= self.snapshot.version:
                 self.snapshot = message
-        elif isinstance(message, FleetView):
+        elif isinstance(message, FleetView):  # a session begins with one
+            self.is_lost = False
             self._ready = {}
             for replica in message.ready:
                 self._ready.setdefault(replica.revision, []).append(replica)
@@ -94,18 +129,27 @@ class Inbox:
             if answer is not None and not answer.done():
                 answer.set_result(message)
 
+    def lose(self) -> None:
+        """The session is lost: what waits for its coordinator waits in vain."""
+        self.is_lost, self.is_draining = True, False
+        for answer in self._queries.values():
+            if not answer.done():
+                answer.set_exception(errors.CoordinatorLost(_LOST, retry_after_ms=LOST_RETRY_MS))
+        for listener in list(self._listeners.values()):
+            listener.coordinator_lost()
+
     # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def lookup(self, tenant: str, request_id: str) -> Found:
-        """The latest execution of a request id. Raises LedgerUnavailable when the store cannot be asked."""
+        """The latest execution of a request id. Raises LedgerUnavailable when the store cannot be asked, CoordinatorLost."""
         return self._checked(await self._ask(lambda query: Lookup(query, tenant, request_id)))
 
     async def cancel(self, tenant: str, request_id: str) -> Found:
-        """Cancel and wait until terminal. Raises LedgerUnavailable when the store cannot be asked."""
+        """Cancel and wait until terminal. Raises LedgerUnavailable when the store cannot be asked, CoordinatorLost."""
         return self._checked(await self._ask(lambda query: CancelById(query, tenant, request_id)))
 
     async def standing(self, tenant: str, application: str, key: str, alias: str) -> StandingView:
-        """The caller's per-minute limits."""
+        """The caller's per-minute limits. Raises CoordinatorLost."""
         answer = await self._ask(lambda query: AskStanding(query, tenant, application, key, alias))
         assert isinstance(answer, StandingFound)
         return answer.standing
@@ -118,6 +162,8 @@ class Inbox:
 
     async def _ask(self, question: Callable[[int], CancelById | Lookup | AskStanding]) -> Found | StandingFound:
         assert self.link is not None
+        if self.is_lost:
+            raise errors.CoordinatorLost(_LOST, retry_after_ms=LOST_RETRY_MS)
         query = next(self._refs)
         answer: asyncio.Future[Found | StandingFound] = asyncio.get_running_loop().create_future()
         self._queries[query] = answer

@@ -10,6 +10,7 @@ The coroutine here only walks the phases. What happens inside a phase is `relay`
 """
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from typing import Any
 
@@ -19,15 +20,17 @@ from weir.core.endings import FinishReason, Status
 from weir.core.request import InferenceRequest
 from weir.core.tenancy import Principal
 from weir.gateway.client import Accepted, Answer
-from weir.gateway.inbox import Inbox
+from weir.gateway.inbox import LOST_RETRY_MS, Inbox
 from weir.gateway.planning import EngineFor, Ids, Plan, Planner, acquire_of
 from weir.gateway.relay import Relay, RelayParts
-from weir.messages import Admitted, Rejected, StandingView
+from weir.messages import Admitted, GenerationRecord, Rejected, StandingView
 from weir.ports import Clock, CoordinatorLink, Entropy
 from weir.telemetry import Telemetry
 from weir.units import Millis, Tokens, ms_from_ns, ns_from_ms
 
 _TICK_S = 0.25
+_LAST_WRITES_S = 5.0
+_DRAINING_RETRY_MS: Millis = 1_000
 _ID_BYTES = 12
 
 
@@ -46,6 +49,9 @@ class Gateway:
         self._tasks: asyncio.TaskGroup | None = None
         self._parts: RelayParts | None = None
         self._closed = asyncio.Event()
+        self._draining = False
+        self._quiet = asyncio.Event()
+        self._quiet.set()
         self.inbox = inbox
 
     def connect(self, link: CoordinatorLink, engine_for: EngineFor, step_tokens: Tokens, store_wait_ms: Millis) -> None:
@@ -75,6 +81,18 @@ class Gateway:
         """Let `run` return once engines confirmed their stops."""
         self._closed.set()
 
+    async def drain(self, grace_ms: Millis) -> None:
+        """Refuse new work, let what is here finish within the grace, then end the rest as `shutdown`."""
+        self._draining = True
+        assert self._parts is not None
+        try:
+            await asyncio.wait_for(self._quiet.wait(), grace_ms / 1e3)
+        except TimeoutError:
+            for relay in list(self._relays.values()):
+                relay.stop(FinishReason.SHUTDOWN)
+            with contextlib.suppress(TimeoutError):  # a client that reads nothing is left
+                await asyncio.wait_for(self._quiet.wait(), self._parts.store_wait_ms / 1e3 + _LAST_WRITES_S)
+
     @property
     def in_flight(self) -> int:
         """Requests between acquire and their last byte."""
@@ -84,6 +102,9 @@ class Gateway:
 
     async def generate(self, principal: Principal, request: InferenceRequest, answer: Answer, surface: str) -> None:
         """Serve one generation to its end; every failure is answered in the surface's shape."""
+        if (closed := self._refusal_of_state()) is not None:
+            await self._refuse(closed, answer)
+            return
         try:
             plan = await self._planner.plan(principal, request)
         except errors.WeirError as refusal:
@@ -93,10 +114,14 @@ class Gateway:
         if answer.client.is_lost:
             self._telemetry.left_early.inc()
             return
+        if (closed := self._refusal_of_state()) is not None:  # again: a plan takes a while
+            await self._refuse(closed, answer)
+            return
         assert self._parts is not None
         relay = Relay(self._parts, plan, answer)
         ref = relay.ref = self.inbox.open(relay)
         self._relays[ref] = relay
+        self._quiet.clear()
         answer.client.watch(relay)
         try:
             await self._serve(relay, plan, answer, surface)
@@ -104,7 +129,19 @@ class Gateway:
             answer.client.watch(None)
             relay.stop(FinishReason.DISCONNECT)
             del self._relays[ref]
+            if not self._relays:
+                self._quiet.set()
             self.inbox.close(ref)
+
+    def _refusal_of_state(self) -> errors.WeirError | None:
+        if self.inbox.is_lost:
+            return _without_coordinator()
+        if self.inbox.fresh_ms == 0:
+            detail = "The approved configuration could not be checked for too long."
+            return errors.SnapshotExpired(detail, retry_after_ms=LOST_RETRY_MS)
+        if self._draining:
+            return errors.Draining("This gateway is draining.", retry_after_ms=_DRAINING_RETRY_MS)
+        return None
 
     async def _serve(self, relay: Relay, plan: Plan, answer: Answer, surface: str) -> None:
         waited_ns = self._clock.monotonic_ns() - answer.client.read_ns
@@ -122,6 +159,8 @@ class Gateway:
             case Admitted() as admitted:
                 accepted = Accepted(ids.generation_id, ids.request_id, plan.alias.name, plan.revision.id, admitted.standing)
                 await self._run_admitted(relay, plan, answer, accepted)
+            case None if relay.is_lost and not relay.shows_no_answer:
+                await self._refuse(_without_coordinator(), answer)
             case None:
                 self._telemetry.left_early.inc()
 
@@ -135,9 +174,9 @@ class Gateway:
             await relay.until(lambda: relay.is_over)
         finally:
             deadline.cancel()
-        if not relay.shows_no_answer:
-            await self._wait_until_durable(relay, plan, answer)
-        await self._end(relay, answer, accepted.standing)
+        if relay.record is not None and not relay.shows_no_answer:
+            await self._wait_until_durable(relay, plan, answer, relay.record)
+        await self._end(relay, answer, accepted, streamed=plan.request.stream)
 
     async def _open_stream(self, relay: Relay, answer: Answer, accepted: Accepted) -> None:
         """Send the headers when dispatched with a durable hold, or early once that hold is durable; not if it ends before."""
@@ -148,25 +187,29 @@ class Gateway:
             await answer.open(accepted)
             relay.open_output()
 
-    async def _wait_until_durable(self, relay: Relay, plan: Plan, answer: Answer) -> None:
+    async def _wait_until_durable(self, relay: Relay, plan: Plan, answer: Answer, record: GenerationRecord) -> None:
         """The end is decided: wait for its record, as long as somebody waits for the answer, and never for long."""
-        record, parts = relay.record, self._parts
-        assert record is not None and parts is not None
+        assert self._parts is not None
         completed = record.status is Status.COMPLETED
         if completed and relay.is_open:
             answer.finish_reason(record)
         # For a whole answer the coordinator bounds this: it tells when the settlement is durable, and when it is given up.
-        bound_ms = None if completed and not plan.request.stream else parts.store_wait_ms
-        await relay.until(lambda: relay.end_booked or relay.shows_no_answer, bound_ms)
+        bound_ms = None if completed and not plan.request.stream else self._parts.store_wait_ms
+        await relay.until(lambda: relay.end_booked or relay.is_lost or relay.shows_no_answer, bound_ms)
 
-    async def _end(self, relay: Relay, answer: Answer, standing: StandingView) -> None:
+    async def _end(self, relay: Relay, answer: Answer, accepted: Accepted, *, streamed: bool) -> None:
         if relay.shows_no_answer:
             answer.client.abort()
             return
         record = relay.record
-        assert record is not None
+        if record is None or (relay.is_lost and not relay.end_booked and not streamed):
+            record = _lost_record(relay, accepted)  # a whole answer is shown only once its settlement is durable
         text = relay.whole_text() if record.status is Status.COMPLETED else ""
-        await answer.end(record, text, standing)
+        await answer.end(record, text, accepted.standing)
+
+    async def _refuse(self, refusal: errors.WeirError, answer: Answer) -> None:
+        self.count_refusal(refusal)
+        await answer.refuse(refusal, None, None)
 
     async def _refuse_late(self, plan: Plan, answer: Answer, waited_ms: Millis) -> None:
         refusal = errors.DeadlineInfeasible(
@@ -183,8 +226,11 @@ class Gateway:
     # ── small ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def standing(self, principal: Principal, alias: str) -> StandingView:
-        """The caller's per-minute limits, for the headers of answers that the coordinator did not see."""
-        return await self.inbox.standing(principal.tenant, principal.application, principal.key, alias)
+        """The caller's per-minute limits, for headers of what the coordinator did not see; none while it is lost."""
+        try:
+            return await self.inbox.standing(principal.tenant, principal.application, principal.key, alias)
+        except errors.CoordinatorLost:
+            return StandingView()
 
     def _new_id(self, kind: str) -> str:
         return f"{kind}-{self._entropy.token(_ID_BYTES).hex()}"
@@ -202,6 +248,26 @@ class Gateway:
             now_ns = self._clock.monotonic_ns()
             for relay in list(self._relays.values()):
                 relay.tick(now_ns)
+
+
+def _without_coordinator() -> errors.WeirError:
+    return errors.CoordinatorLost("No coordinator can be reached.", retry_after_ms=LOST_RETRY_MS)
+
+
+def _lost_record(relay: Relay, accepted: Accepted) -> GenerationRecord:
+    """What the gateway can say of a request whose coordinator it lost: what it cost is settled without it."""
+    assert isinstance(relay.decision, Admitted)
+    error = errors.CoordinatorLost
+    return GenerationRecord(
+        generation_id=accepted.generation_id,
+        request_id=accepted.request_id,
+        execution=relay.decision.execution,
+        alias=accepted.alias,
+        revision=accepted.revision,
+        status=Status.FAILED,
+        finish_reason=FinishReason.COORDINATOR_LOST,
+        error_code=error.code,
+    )
 
 
 def error_of(rejected: Rejected) -> errors.WeirError:

@@ -125,6 +125,7 @@ class Relay:
         self.hold_durable = False
         self.record: GenerationRecord | None = None
         self.end_booked = False
+        self.is_lost = False
 
     # ── what the pipeline waits for ──────────────────────────────────────────────────────────────────────────────────
 
@@ -146,8 +147,8 @@ class Relay:
 
     @property
     def is_over(self) -> bool:
-        """Whether a terminal record is known, or the request ended before a decision."""
-        return self.record is not None or (self._cause is not None and not isinstance(self.decision, Admitted))
+        """Whether a terminal record is known, none will come, or the request ended before a decision."""
+        return self.record is not None or self.is_lost or (self._cause is not None and not isinstance(self.decision, Admitted))
 
     @property
     def is_open(self) -> bool:
@@ -202,6 +203,12 @@ class Relay:
                 self.stop(message.reason)
             case _:
                 raise AssertionError(f"a relay got {type(message).__name__}")
+        self._changed.set()
+
+    def coordinator_lost(self) -> None:
+        """Nobody will say how it ended: stop the engine, and let the pipeline tell what is known."""
+        self.is_lost = True
+        self.stop(FinishReason.COORDINATOR_LOST)
         self._changed.set()
 
     def _start(self, granted: Granted) -> None:
@@ -339,7 +346,7 @@ class Relay:
 
     def _is_silent_for(self, now_ns: Nanos, bound_ms: Millis) -> bool:
         """Whether an open stream that has not ended wrote nothing for this long."""
-        return self._opened and self.record is None and now_ns - self._written_ns > ns_from_ms(bound_ms)
+        return self._opened and not self.is_over and now_ns - self._written_ns > ns_from_ms(bound_ms)
 
     def _give_up_on_client(self) -> None:
         if self.record is None:

@@ -42,7 +42,7 @@ class Cell:
         self.journal = recovered.journal
         config = spec.coordinator
         self.fleet = Fleet(clock, Adapting(least_percent=config.concurrency_min_percent))
-        self.inbox = Inbox()
+        self.inbox = Inbox(clock)
         self.engine = world.make_engine(serial)
         self.conversations: dict[asyncio.Task[None], Exchange] = {}
         self.services: list[asyncio.Task[None]] = []

@@ -23,6 +23,7 @@ from weir.messages import (
     AttemptUsage,
     DeliveryBooked,
     Down,
+    Draining,
     EndBooked,
     Ended,
     Finish,
@@ -191,7 +192,7 @@ class GatewaySide:
         """One message of the coordinator."""
         receive = self._receivers.get(type(message))
         if receive is None:
-            assert isinstance(message, Snapshot | FleetView), f"a run got {type(message).__name__}"
+            assert isinstance(message, Snapshot | FleetView | Draining), f"a run got {type(message).__name__}"
             return
         about: Any = message
         receive(self._courses[about.ref], message)

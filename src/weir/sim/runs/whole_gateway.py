@@ -74,7 +74,7 @@ class WholeGateway:
         self._figures = figures
         self._habits_of = habits_of
         self._config = GatewayConfig()
-        self._inbox = Inbox()
+        self._inbox = Inbox(self._clock)
         planner = Planner(self._inbox, lambda kind: self._engine, b"digests", b"salts")
         self._gateway = Gateway(self._clock, SeededEntropy(seed, "gateway"), self._config, self._inbox, planner, Telemetry())
         self._tasks: asyncio.TaskGroup | None = None

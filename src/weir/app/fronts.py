@@ -1,0 +1,170 @@
+"""The tenant side of a cell: a gateway in the cell's own process, or several in processes of their own.
+
+Both give control a session of its own for look-ups. A front starts in the cell's task group and stops once nothing is admitted
+any more.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from weir.api.tenant_app import TenantApp
+from weir.app.engine_clients import EngineClients
+from weir.app.gateway_keeper import GatewayKeeper
+from weir.app.link_sockets import serving_tcp, serving_unix, token_of
+from weir.app.listeners import Listeners
+from weir.app.servers import QuietServer
+from weir.config import StoreConfig, WeirConfig
+from weir.coordinator.coordinator import Coordinator
+from weir.gateway.inbox import Inbox
+from weir.gateway.pipeline import Gateway
+from weir.gateway.planning import Planner
+from weir.link.coordinator_end import CoordinatorEnd
+from weir.link.frames import Terms
+from weir.messages import Register
+from weir.ports import Clock, Entropy
+from weir.telemetry import Telemetry
+from weir.units import Millis
+
+
+@dataclass(frozen=True, slots=True)
+class FrontParts:
+    """What both kinds work with. is_ready: whether new work is welcome; on_broken: a broken invariant ends the cell.
+
+    terms: what gateways are told. epoch: the coordinator's.
+    """
+
+    clock: Clock
+    entropy: Entropy
+    telemetry: Telemetry
+    config: WeirConfig
+    terms: Terms
+    epoch: int
+    is_ready: Callable[[], bool]
+    on_broken: Callable[[BaseException], None]
+
+    def new_name(self, kind: str) -> str:
+        """A name that nothing else has."""
+        return f"{kind}-{self.entropy.token(12).hex()}"
+
+
+class Front(Protocol):
+    """The tenant side. inbox: a session for look-ups."""
+
+    @property
+    def inbox(self) -> Inbox: ...
+
+    @property
+    def gateways(self) -> list[str]:
+        """Base URLs of gateways that are reachable by themselves."""
+        ...
+
+    def start(self, tasks: asyncio.TaskGroup, listeners: Listeners) -> None:
+        """Serve tenants on their socket."""
+        ...
+
+    async def wait_ready(self) -> bool:
+        """True, once it serves."""
+        ...
+
+    async def all_hold(self, version: int, bound_ms: Millis) -> tuple[str, ...]:
+        """Which gateways do not work by this snapshot version, once all do or after the bound."""
+        ...
+
+    async def stop(self) -> None:
+        """Serve nobody any more. Nothing is admitted and little runs by now."""
+        ...
+
+
+class OwnFront:
+    """A gateway in this process."""
+
+    def __init__(self, parts: FrontParts, coordinator: Coordinator, engines: EngineClients) -> None:
+        self._parts = parts
+        self._server: QuietServer | None = None
+        self.inbox = Inbox(parts.clock)
+        planner = Planner(self.inbox, engines.of, parts.terms.digest_key, parts.terms.salt_key)
+        config = parts.config.gateway
+        self._gateway = Gateway(parts.clock, parts.entropy, config, self.inbox, planner, parts.telemetry)
+        link = coordinator.connect(Register(parts.new_name("gw")), self.inbox)
+        self._gateway.connect(link, engines.of, parts.terms.step_tokens, parts.terms.store_wait_ms)
+
+    @property
+    def gateways(self) -> list[str]:
+        """None: the cell's own address is the only one."""
+        return []
+
+    def start(self, tasks: asyncio.TaskGroup, listeners: Listeners) -> None:
+        """Serve tenants on their socket."""
+        parts = self._parts
+        tasks.create_task(self._gateway.run())
+        app = TenantApp(self._gateway, parts.clock, parts.entropy, parts.config.gateway, parts.is_ready, parts.on_broken)
+        self._server = listeners.serve_tenants(tasks, app)
+
+    async def wait_ready(self) -> bool:
+        """At once."""
+        return True
+
+    async def all_hold(self, version: int, bound_ms: Millis) -> tuple[str, ...]:
+        """In one process a snapshot is in force everywhere once it was handed over."""
+        return ()
+
+    async def stop(self) -> None:
+        """Close once what is written was taken."""
+        if self._server is not None:
+            self._server.should_exit = True
+        self._gateway.close()
+
+
+class GatewaysFront:
+    """Gateways in processes of their own: number of them on this host, and those of other hosts that connect."""
+
+    def __init__(self, parts: FrontParts, coordinator: Coordinator, number: int) -> None:
+        self._parts = parts
+        self._number = number
+        link = parts.config.link
+        token = token_of(link) if link.listen is not None else ""
+        self._own_end = CoordinatorEnd(parts.clock, coordinator, parts.epoch, parts.terms)
+        self._far_end = CoordinatorEnd(parts.clock, coordinator, parts.epoch, parts.terms, token)
+        self._keeper: GatewayKeeper | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._started = asyncio.Event()
+        self.inbox = Inbox(parts.clock)
+        self.inbox.link = coordinator.connect(Register(parts.new_name("control")), self.inbox)
+
+    @property
+    def gateways(self) -> list[str]:
+        """Of this host's."""
+        return self._keeper.urls if self._keeper is not None else []
+
+    def start(self, tasks: asyncio.TaskGroup, listeners: Listeners) -> None:
+        """Serve links, and start this host's gateways."""
+        self._serving = tasks.create_task(self._run(listeners))
+
+    async def _run(self, listeners: Listeners) -> None:
+        config = replace(self._parts.config, store=StoreConfig(), pools={})  # a gateway gets no credentials of a database
+        async with serving_unix(self._own_end) as path, serving_tcp(self._far_end, self._parts.config.link):
+            self._keeper = GatewayKeeper(self._number, path, listeners.tenants, config)
+            async with asyncio.TaskGroup() as ends, asyncio.TaskGroup() as gateways:
+                ends.create_task(self._own_end.run())
+                ends.create_task(self._far_end.run())
+                gateways.create_task(self._keeper.run())
+                self._started.set()
+
+    async def wait_ready(self) -> bool:
+        """True, once all of this host's listen."""
+        await self._started.wait()
+        assert self._keeper is not None
+        return await self._keeper.wait_ready()
+
+    async def all_hold(self, version: int, bound_ms: Millis) -> tuple[str, ...]:
+        """Asked of every session."""
+        behind = await asyncio.gather(*(end.all_hold(version, bound_ms) for end in (self._own_end, self._far_end)))
+        return tuple(name for names in behind for name in names)
+
+    async def stop(self) -> None:
+        """Let the gateways finish, then close the links."""
+        assert self._serving is not None
+        self._serving.cancel()
+        await asyncio.wait([self._serving])

@@ -1,0 +1,128 @@
+"""A gateway in a process of its own: the tenant side on a link to the coordinator. It has no database and no state directory.
+
+It may listen on a port that other gateways share, and always on one of its own. When it is asked to stop it is not ready at
+once, finishes its streams within the grace, ends the rest, says goodbye and closes.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from weir.api.tenant_app import TenantApp
+from weir.app.engine_clients import EngineClients
+from weir.app.runtime import settle_garbage_collector, unless_stopped
+from weir.app.servers import MetricsServer, raise_open_files, tenant_server, url_of, within_open_files
+from weir.clock import SystemClock, SystemEntropy
+from weir.config import WeirConfig
+from weir.gateway.inbox import Inbox
+from weir.gateway.pipeline import Gateway
+from weir.gateway.planning import Planner
+from weir.link.gateway_end import Connect, GatewayEnd
+from weir.telemetry import GaugeReading, Telemetry, snapshot_gauges
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """How a gateway was asked to start. connect: addresses of coordinators. listeners: the one of its own first."""
+
+    connect: Sequence[Connect]
+    token: str
+    listeners: Sequence[socket.socket]
+    config: WeirConfig
+
+
+class GatewayReady(msgspec.Struct, frozen=True):
+    """Where a gateway listens: base URLs, each its own."""
+
+    url: str
+    metrics: str
+
+
+class GatewayProcess:
+    """One running gateway."""
+
+    def __init__(self, options: GatewayOptions) -> None:
+        self._options = options
+        self._clock = SystemClock()
+        self._entropy = SystemEntropy()
+        self._telemetry = Telemetry()
+        self._engines = EngineClients(options.config.engine)
+        self._inbox = Inbox(self._clock)
+        self._link = GatewayEnd(self._clock, options.connect, options.token, self._inbox, self._new_name)
+        self._link.on_lost = self._inbox.lose
+        self._draining = False
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def _new_name(self) -> str:
+        return f"gw-{self._entropy.token(8).hex()}"
+
+    async def run(self, stop: asyncio.Event, on_ready: Callable[[GatewayReady], None]) -> None:
+        """Serve until `stop`, then drain. Raises what broke the gateway, and LinkFault where no coordinator takes it."""
+        metrics = MetricsServer("127.0.0.1", 0, self._telemetry)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                link = tasks.create_task(self._link.run())
+                if await unless_stopped(stop, self._link.opened.wait()):
+                    await self._serve(tasks, stop, lambda: on_ready(self._ready(metrics)))
+                    await self._link.leave()
+                link.cancel()
+        finally:
+            await self._engines.aclose()
+            await asyncio.to_thread(metrics.close)
+            for listener in self._options.listeners:
+                listener.close()
+
+    async def _serve(self, tasks: asyncio.TaskGroup, stop: asyncio.Event, tell_ready: Callable[[], None]) -> None:
+        gateway = self._compose()
+        running = tasks.create_task(gateway.run())
+        watchdog = tasks.create_task(self._fail_when_broken())
+        config = within_open_files(self._options.config.gateway, raise_open_files())
+        app = TenantApp(gateway, self._clock, self._entropy, config, self._is_ready, self._fail)
+        server = tenant_server(app, config)
+        serving = tasks.create_task(server.serve(sockets=list(self._options.listeners)))
+        settle_garbage_collector()
+        tell_ready()
+        await stop.wait()
+        self._draining = True
+        await gateway.drain(self._options.config.coordinator.drain_grace_ms)
+        server.should_exit = True
+        await serving
+        gateway.close()
+        await running
+        watchdog.cancel()
+
+    def _compose(self) -> Gateway:
+        terms = self._link.terms
+        assert terms is not None
+        planner = Planner(self._inbox, self._engines.of, terms.digest_key, terms.salt_key)
+        config = self._options.config.gateway
+        gateway = Gateway(self._clock, self._entropy, config, self._inbox, planner, self._telemetry)
+        gateway.connect(self._link, self._engines.of, terms.step_tokens, terms.store_wait_ms)
+        self._telemetry.read_gauges_from(lambda: self._gauges(gateway))
+        return gateway
+
+    def _ready(self, metrics: MetricsServer) -> GatewayReady:
+        return GatewayReady(url_of(self._options.listeners[0]), metrics.url)
+
+    def _gauges(self, gateway: Gateway) -> list[GaugeReading]:
+        linked = "Whether the link to the coordinator is up."
+        return [
+            ("weir_gateway_requests_in_flight", "Requests that this gateway carries.", {}, gateway.in_flight),
+            ("weir_gateway_linked", linked, {}, float(self._link.is_linked)),
+            *snapshot_gauges(self._inbox.snapshot.version, self._inbox.fresh_ms),
+        ]
+
+    def _is_ready(self) -> bool:
+        inbox = self._inbox
+        return not (self._draining or inbox.is_draining or inbox.is_lost) and inbox.has_replicas
+
+    def _fail(self, fault: BaseException) -> None:
+        """A broken invariant ends the gateway."""
+        if not self._broken.done():
+            self._broken.set_exception(fault)
+
+    async def _fail_when_broken(self) -> None:
+        await self._broken

@@ -1,0 +1,126 @@
+"""The sockets of links: Unix sockets between processes of one host, TCP with TLS and a token between hosts.
+
+A Unix socket is its owner's alone (mode 0600 in a directory of mode 0700), so it needs no token.
+"""
+
+import asyncio
+import contextlib
+import ssl
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from weir import errors
+from weir.config import LinkConfig
+from weir.link.channel import Channel
+from weir.link.coordinator_end import CoordinatorEnd
+from weir.link.gateway_end import Connect
+
+_UNIX = "unix:"
+_TOKEN_CHARS_MIN = 32
+
+
+def address_of(text: str, config: LinkConfig) -> Connect:
+    """How a coordinator at `unix:PATH` or HOST:PORT is reached. Raises InvalidRequest."""
+    if text.startswith(_UNIX) and len(text) > len(_UNIX):
+        return _unix(text.removeprefix(_UNIX))
+    host, port = host_and_port(text, "--connect")
+    return _tcp(host, port, _client_tls(config))
+
+
+def host_and_port(text: str, field: str) -> tuple[str, int]:
+    """HOST:PORT, a port of 0 for any free one. Raises InvalidRequest."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65_535:
+        raise errors.InvalidRequest(f"{field} takes HOST:PORT, not {text!r}.", members={"field": field})
+    return host.strip("[]"), int(port)
+
+
+def _unix(path: str) -> Connect:
+    async def connect(make: Callable[[], Channel]) -> None:
+        await asyncio.get_running_loop().create_unix_connection(make, path)
+
+    return connect
+
+
+def _tcp(host: str, port: int, tls: ssl.SSLContext) -> Connect:
+    async def connect(make: Callable[[], Channel]) -> None:
+        await asyncio.get_running_loop().create_connection(make, host, port, ssl=tls)
+
+    return connect
+
+
+def _client_tls(config: LinkConfig) -> ssl.SSLContext:
+    authority = _file(config.authority_file, "link.authority_file")
+    return _tls("link.authority_file", lambda: ssl.create_default_context(cafile=authority))
+
+
+def _server_tls(config: LinkConfig) -> ssl.SSLContext:
+    certificate = _file(config.certificate_file, "link.certificate_file")
+    key = _file(config.private_key_file, "link.private_key_file")
+
+    def make() -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificate, key)
+        return context
+
+    return _tls("link.certificate_file", make)
+
+
+def _tls(field: str, make: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
+    try:
+        return make()
+    except OSError as fault:  # ssl.SSLError is one
+        raise errors.InvalidRequest(f"{field} cannot be used: {fault.strerror}.", members={"field": field}) from fault
+
+
+def token_of(config: LinkConfig) -> str:
+    """What links over TCP show. Raises InvalidRequest."""
+    path = _file(config.token_file, "link.token_file")
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise errors.InvalidRequest("link.token_file cannot be read.", members={"field": "link.token_file"}) from fault
+    if len(token) < _TOKEN_CHARS_MIN:
+        detail = f"link.token_file must hold a token of {_TOKEN_CHARS_MIN} characters or more."
+        raise errors.InvalidRequest(detail, members={"field": "link.token_file"})
+    return token
+
+
+def _file(path: str | None, field: str) -> str:
+    if path is None:
+        raise errors.InvalidRequest(f"A link over TCP needs {field}.", members={"field": field})
+    return path
+
+
+@contextlib.asynccontextmanager
+async def serving_unix(end: CoordinatorEnd) -> AsyncIterator[Path]:
+    """Serve links on a Unix socket of this user's own, at a path that is short enough for every system."""
+    loop = asyncio.get_running_loop()
+    with tempfile.TemporaryDirectory(prefix="weir-") as directory:
+        path = Path(directory) / "link"
+        server = await loop.create_unix_server(end.accept, str(path))
+        try:
+            path.chmod(0o600)
+            yield path
+        finally:
+            server.close()
+
+
+@contextlib.asynccontextmanager
+async def serving_tcp(end: CoordinatorEnd, config: LinkConfig) -> AsyncIterator[None]:
+    """Serve links on TCP where that is configured. Raises InvalidRequest."""
+    if config.listen is None:
+        yield
+        return
+    host, port = host_and_port(config.listen, "link.listen")
+    try:
+        server = await asyncio.get_running_loop().create_server(end.accept, host, port, ssl=_server_tls(config))
+    except OSError as fault:
+        raise errors.InvalidRequest(
+            f"Cannot listen on {config.listen}: {fault.strerror}.", members={"field": "link.listen"}
+        ) from fault
+    try:
+        yield
+    finally:
+        server.close()

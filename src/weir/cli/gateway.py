@@ -1,0 +1,99 @@
+"""`weir gateway`: one gateway in the foreground, on a link to a coordinator. Says where it listens, and drains on SIGTERM."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+import uvloop
+
+from weir import errors
+from weir.app.gateway_process import GatewayOptions, GatewayProcess, GatewayReady
+from weir.app.link_sockets import address_of, host_and_port, token_of
+from weir.app.servers import listen
+from weir.config import WeirConfig, load_config
+from weir.telemetry import configure_logs
+
+_SETTINGS_BYTES_MAX = 65_536
+"""One write to a pipe, which arrives whole."""
+
+
+def gateway(
+    connect: Annotated[
+        list[str], typer.Option("--connect", help="unix:PATH or HOST:PORT of a coordinator; several are tried in turn.")
+    ],
+    listen_on: Annotated[
+        str | None, typer.Option("--listen", help="HOST:PORT of the tenant API, which gateways of a host may share.")
+    ] = None,
+    own: Annotated[str, typer.Option("--own", help="HOST:PORT where only this gateway answers; port 0 = any.")] = "127.0.0.1:0",
+    config: Annotated[Path | None, typer.Option("--config", help="A weir.toml; the coordinator's, or the same limits.")] = None,
+    inherited: Annotated[list[int] | None, typer.Option("--inherited", hidden=True)] = None,
+) -> None:
+    """Run one gateway, which authenticates, counts, relays and reports, and decides nothing that another must know."""
+    try:
+        settings = load_config(config) if not inherited else _settings_from_input()
+        configure_logs(json=settings.log.json)
+        listeners = [_inherited(descriptor) for descriptor in inherited or ()]
+        if not listeners:
+            listeners.append(listen(*host_and_port(own, "--own"), settings.gateway))
+        if listen_on is not None:
+            listeners.append(listen(*host_and_port(listen_on, "--listen"), settings.gateway, shared=True))
+        options = GatewayOptions(
+            connect=[address_of(text, settings.link) for text in connect],
+            token=token_of(settings.link) if settings.link.token_file is not None else "",
+            listeners=listeners,
+            config=settings,
+        )
+        uvloop.run(_serve(options, is_child=bool(inherited)))
+    except errors.WeirError as refusal:
+        typer.echo(f"weir: {refusal.detail}", err=True)
+        raise typer.Exit(2) from refusal
+
+
+def _settings_from_input() -> WeirConfig:
+    """What a cell tells the gateways that it starts: its own settings, without what only it may know."""
+    return msgspec.json.decode(os.read(sys.stdin.fileno(), _SETTINGS_BYTES_MAX), type=WeirConfig)
+
+
+def _inherited(descriptor: int) -> socket.socket:
+    listener = socket.socket(fileno=descriptor)
+    listener.setblocking(False)
+    return listener
+
+
+async def _serve(options: GatewayOptions, *, is_child: bool) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, _stop_or_leave, stop)
+    if is_child:
+        loop.add_reader(sys.stdin.fileno(), _input_over, stop)
+    try:
+        await GatewayProcess(options).run(stop, _tell_ready)
+    except* errors.WeirError as failures:
+        fault: BaseException = failures
+        while isinstance(fault, BaseExceptionGroup):  # bounded by the nesting of task groups
+            fault = fault.exceptions[0]
+        raise fault from None
+
+
+def _stop_or_leave(stop: asyncio.Event) -> None:
+    if stop.is_set():
+        os._exit(130)  # asked twice: leave at once; the coordinator ends what is open
+    stop.set()
+
+
+def _input_over(stop: asyncio.Event) -> None:
+    """Nothing is ever written to it: what can be read is its end."""
+    asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+    stop.set()
+
+
+def _tell_ready(ready: GatewayReady) -> None:
+    typer.echo(msgspec.json.encode(ready).decode())
+    sys.stdout.flush()

@@ -1,0 +1,253 @@
+"""Several gateways as processes on one coordinator: together they are one platform, and losing one loses only its own.
+
+The bounds between gateways and the coordinator are short here, so that what takes fifteen seconds by default takes two.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.e2e.ending_stage import Caller, Stage, read_shown, wait_until
+from tests.e2e.processes import children_of, wait_process_gone
+from tests.e2e.running_cell import RunningCell, kill_if_running, running_cell, start_cell
+from tests.e2e.scripted_engine import Script, ScriptedEngine
+from tests.e2e.sse_client import ask, calling
+
+GATEWAYS = 2
+LEASE_S = 2.0
+CONFIG = """
+[link]
+heartbeat_ms = 200
+silence_ms = 1200
+lease_ms = 2000
+"""
+LONG = Script(tokens=2_000, gap_ms=20)
+"""Forty seconds: longer than anything a test does with it."""
+
+
+@pytest.fixture(scope="module")
+def stage(engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """A cell with two gateways on the scripted engine."""
+    state = tmp_path_factory.mktemp("gateways") / "state"
+    with running_cell(state, "--gateways", str(GATEWAYS), engine=(engine.url,), config=CONFIG) as cell:
+        yield Stage(cell)
+        assert "Traceback" not in cell.log.read_text()
+
+
+def gateway_pids(cell: RunningCell) -> list[int]:
+    """Processes of a cell's gateways, in the order of their start."""
+    return sorted(pid for pid in children_of(cell.process.pid) if b"gateway" in _command(pid))
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def owner_of(url: str, cell: RunningCell) -> int:
+    """The gateway process that listens at a URL by itself: the only one whose socket that is, beside the cell that made it."""
+    port = int(url.rsplit(":", 1)[1])
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    inode = next(row[9] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) == port)
+    for pid in gateway_pids(cell):
+        if f"socket:[{inode}]" in {str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()}:
+            return pid
+    raise AssertionError(f"nobody listens at {url}")
+
+
+@asynccontextmanager
+async def streaming(stage: Stage, caller: Caller, url: str, request_id: str) -> AsyncIterator[object]:
+    """A long stream through one gateway that has shown output."""
+    body = {
+        "request_id": request_id,
+        "model_alias": "assistant",
+        "input": LONG.prompt(),
+        "max_output_tokens": 3_000,
+        "stream": True,
+    }
+    async with calling(url, "/v1/generations", body=body, headers={"authorization": f"Bearer {caller.secret}"}) as call:
+        assert await call.head() == 200
+        async for event in call.events():
+            if event.name == "output":
+                break
+        yield call
+
+
+async def test_every_gateway_serves_knows_and_cancels_every_request(stage: Stage) -> None:
+    """Protects one platform: what one gateway runs another one shows and cancels; the shared address reaches one."""
+    caller = await stage.caller()
+    first, second = stage.cell.ready["gateways"]
+    async with streaming(stage, caller, first, "across") as call:
+        shown = await ask(second, "/v1/generations/across", key=caller.secret)
+        assert (shown.status, shown.json["status"]) == (200, "running")
+        cancelled = await ask(second, "/v1/generations/across/cancel", method="POST", key=caller.secret)
+        assert (cancelled.status, cancelled.json["status"]) == (200, "cancelled")
+        assert (await read_shown(call)).reason == "client"  # type: ignore[arg-type]
+    for url in (stage.cell.ready["api"], first, second):
+        assert (await ask(url, "/readyz")).status == 200
+        assert (await ask(url, "/v1/models", key=caller.secret)).status == 200
+    await stage.check_ended(caller, "across", "client", "tenant")
+
+
+async def test_one_id_at_two_gateways_runs_once(stage: Stage) -> None:
+    """Protects idempotency across gateways: the second one learns that it is in flight, and afterwards that it has ended."""
+    caller = await stage.caller()
+    first, second = stage.cell.ready["gateways"]
+    body = {
+        "request_id": "twice",
+        "model_alias": "assistant",
+        "input": LONG.prompt(),
+        "max_output_tokens": 3_000,
+        "stream": True,
+    }
+    async with streaming(stage, caller, first, "twice"):
+        again = await ask(second, "/v1/generations", method="POST", key=caller.secret, body=body)
+        assert (again.status, again.json["code"]) == (409, "request_in_flight")
+    await stage.wait_status(caller, "twice", "cancelled")
+    again = await ask(second, "/v1/generations", method="POST", key=caller.secret, body=body)
+    assert (again.status, again.json["code"]) == (409, "output_not_retained")
+
+
+async def test_concurrency_is_exact_across_gateways(stage: Stage) -> None:
+    """Protects limits: with room for three, three of twelve at once at two gateways run, and the rest are refused."""
+    caller = await stage.caller()
+    await stage.admin("PUT", "limits", {"scope": {"tenant": caller.tenant}, "concurrency": 3})
+    urls = stage.cell.ready["gateways"]
+    body = {"model_alias": "assistant", "input": Script(tokens=50, gap_ms=20).prompt(), "max_output_tokens": 60}
+    answers = await asyncio.gather(
+        *(ask(urls[number % 2], "/v1/generations", method="POST", key=caller.secret, body=body) for number in range(12))
+    )
+    assert sorted(answer.status for answer in answers) == [200] * 3 + [429] * 9
+    assert {answer.json["code"] for answer in answers if answer.status == 429} == {"concurrency_limited"}
+    await stage.check_quiet()
+
+
+async def test_a_revoked_key_is_refused_everywhere_and_its_work_cancelled(stage: Stage) -> None:
+    """Protects revocation: once the change is answered no gateway takes the key, and a running stream ends as revoked."""
+    caller = await stage.caller()
+    async with streaming(stage, caller, stage.cell.ready["gateways"][1], "revoked") as call:
+        await stage.revoke(caller)
+        for url in stage.cell.ready["gateways"]:
+            assert (await ask(url, "/v1/models", key=caller.secret)).status == 403
+        assert (await read_shown(call)).reason == "revoked"  # type: ignore[arg-type]
+    await stage.check_ended(caller, "revoked", "revoked", "tenant")
+
+
+async def test_a_killed_gateway_takes_only_its_own_with_it(stage: Stage, engine: ScriptedEngine) -> None:
+    """Protects the rest: its streams break, their engines stop, holds and lanes return within the lease, it starts again."""
+    lost, kept = await stage.caller(), await stage.caller()
+    first, second = stage.cell.ready["gateways"]
+    async with streaming(stage, lost, first, "lost"), streaming(stage, kept, second, "kept") as other:
+        os.kill(owner_of(first, stage.cell), signal.SIGKILL)
+
+        async def is_resolved() -> bool:
+            record = await stage.admin("GET", f"generations/{lost.tenant}/lost")
+            return bool(record["finish_reason"] == "coordinator_lost")
+
+        await wait_until(is_resolved, "the lost gateway's request is resolved", LEASE_S + 8)
+        record = await stage.admin("GET", f"generations/{lost.tenant}/lost")
+        assert record["status"] == "failed" and record["usage"]["cost_microusd"] == 0
+        assert (await stage.admin("GET", f"ledger?tenant={lost.tenant}"))["open_holds"] == 0
+        assert (await ask(second, "/v1/generations/kept", key=kept.secret)).json["status"] == "running"
+
+        async def serves_again() -> bool:
+            try:
+                return (await ask(first, "/readyz")).status == 200
+            except OSError:
+                return False
+
+        await wait_until(serves_again, "the gateway was started again at its address", 30)
+        cancelled = await ask(first, "/v1/generations/kept/cancel", method="POST", key=kept.secret)
+        assert cancelled.status == 200 and (await read_shown(other)).reason == "client"  # type: ignore[arg-type]
+    await stage.check_quiet()
+    assert engine.running == 0
+
+
+async def test_a_gateway_that_froze_comes_back_with_nothing_of_its_own(stage: Stage) -> None:
+    """Protects exactly one end: the lease ended what it carried; woken, it tells its clients, and late words change nothing."""
+    caller = await stage.caller()
+    first, second = stage.cell.ready["gateways"]
+    pid = owner_of(first, stage.cell)
+    async with streaming(stage, caller, first, "frozen") as call:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+
+            async def is_resolved() -> bool:
+                record = await ask(second, "/v1/generations/frozen", key=caller.secret)
+                return bool(record.json["status"] == "failed")
+
+            await wait_until(is_resolved, "the frozen gateway's request is resolved", LEASE_S + 8)
+            settled = await stage.admin("GET", f"generations/{caller.tenant}/frozen")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        shown = await read_shown(call)  # type: ignore[arg-type]
+        assert (shown.status, shown.reason) == ("failed", "coordinator_lost")
+
+    async def serves_again() -> bool:
+        return (await ask(first, "/readyz")).status == 200
+
+    await wait_until(serves_again, "the woken gateway serves", 20)
+    assert await stage.admin("GET", f"generations/{caller.tenant}/frozen") == settled
+    await stage.check_serves(caller)
+    await stage.check_quiet()
+
+
+async def test_a_gateway_that_is_stopped_finishes_its_streams(stage: Stage) -> None:
+    """Protects a rolling restart: it is not ready at once, refuses new work, ends its stream properly, and is started again."""
+    caller = await stage.caller()
+    first, second = stage.cell.ready["gateways"]
+    pid = owner_of(first, stage.cell)
+    short = Script(tokens=100, gap_ms=20)
+    body = {"request_id": "last", "model_alias": "assistant", "input": short.prompt(), "max_output_tokens": 200, "stream": True}
+    headers = {"authorization": f"Bearer {caller.secret}"}
+    async with calling(first, "/v1/generations", body=body, headers=headers) as call:
+        assert await call.head() == 200
+        os.kill(pid, signal.SIGTERM)
+
+        async def is_draining() -> bool:
+            return (await ask(first, "/readyz")).status == 503
+
+        await wait_until(is_draining, "the gateway is not ready")
+        refused = await ask(first, "/v1/generations", method="POST", key=caller.secret, body={**body, "request_id": "late"})
+        assert (refused.status, refused.json["code"]) == (503, "draining")
+        assert (await ask(second, "/readyz")).status == 200
+        shown = await read_shown(call)
+        assert (shown.status, shown.text) == ("completed", short.text)
+    assert await asyncio.to_thread(wait_process_gone, pid, 20)
+
+    async def serves_again() -> bool:
+        try:
+            return (await ask(first, "/readyz")).status == 200
+        except OSError:
+            return False
+
+    await wait_until(serves_again, "the gateway was started again", 30)
+    await stage.check_ended(caller, "last", "stop", "tenant")
+
+
+def test_gateways_end_with_a_cell_that_is_killed(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Protects the machine: a cell that dies without a word leaves no gateway behind."""
+    cell = start_cell(tmp_path_factory.mktemp("killed") / "state", "--gateways", "2", config=CONFIG)
+    try:
+        pids = gateway_pids(cell)
+        assert len(pids) == 2
+        kill_if_running(cell.process)
+        assert all(wait_process_gone(pid, 20) for pid in pids)
+    finally:
+        kill_if_running(cell.process)
+
+
+def test_a_cell_with_gateways_stops_cleanly(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Protects SIGTERM: the cell exits with 0, its gateways are gone, and the ready file names each of them before."""
+    cell = start_cell(tmp_path_factory.mktemp("stopped") / "state", "--gateways", "3", config=CONFIG)
+    try:
+        pids = gateway_pids(cell)
+        assert len(pids) == len(set(cell.ready["gateways"])) == 3
+        assert cell.stop() == 0, cell.tail()
+        assert all(wait_process_gone(pid, 5) for pid in pids)
+        assert "Traceback" not in cell.log.read_text()
+    finally:
+        kill_if_running(cell.process)

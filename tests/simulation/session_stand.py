@@ -1,0 +1,206 @@
+"""A coordinator in virtual time with several gateways that only listen, each in a session of its own that can be lost.
+
+What the gateways say is the test's choice. At its end a scene is audited: no hold is open, no lane taken, the ledger clean.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from tests.simulation.test_late_messages import ASKED, GROUP_MS
+
+from weir.config import CoordinatorConfig
+from weir.coordinator.coordinator import Coordinator, CoordinatorParts
+from weir.coordinator.execution import Execution
+from weir.coordinator.execution_table import ExecutionTable
+from weir.coordinator.fleet import Fleet
+from weir.coordinator.recovery import Recovered, recover
+from weir.coordinator.rejections import RejectionCounter
+from weir.core.endings import FinishReason
+from weir.core.ledger.records import EndRecord, HoldRecord, ReleaseRecord, SettleRecord, StepRecord
+from weir.core.metering import Basis
+from weir.core.registry.model import EngineKind, Pool
+from weir.core.tenancy import Limits, Scope
+from weir.messages import AttemptUsage, Down, Finish, Granted, Progress, Register, ReplicaAddress, Stopped, Up
+from weir.ports import CoordinatorLink
+from weir.sim.faults import StepClock
+from weir.sim.virtual_loop import VirtualLoop, run
+from weir.sim.world import POOL, REVISION, Spec, first_snapshot, key_of, tenant_name
+from weir.storage.memory import MemoryLedger, Operation
+from weir.telemetry import Telemetry
+
+INPUT_TOKENS = 100
+OUTPUT_TOKENS = 128
+REQUESTS_PER_MINUTE = 600
+TOKENS_PER_MINUTE = 600_000
+"""Never the bound; what is missing of them shows what is taken."""
+TENANTS = 4
+LIMITS = Limits(requests_per_minute=REQUESTS_PER_MINUTE, tokens_per_minute=TOKENS_PER_MINUTE, concurrency=500)
+SPEC = Spec(
+    tenants=TENANTS,
+    limits={Scope(tenant_name(number)): LIMITS for number in range(TENANTS)},
+)
+
+Heard = TypeVar("Heard", bound=Down)
+
+
+class Listening:
+    """A gateway that says what it is told to. heard: all that it was told, in order."""
+
+    def __init__(self, stand: "Stand", name: str) -> None:
+        self._stand = stand
+        self.name = name
+        self.heard: list[Down] = []
+        self.link: CoordinatorLink = stand.coordinator.connect(Register(name), self)
+        self.on_granted: Callable[[Granted], None] = lambda granted: None
+
+    def deliver(self, message: Down) -> None:
+        """Its inbox."""
+        self.heard.append(message)
+        if isinstance(message, Granted):
+            self.on_granted(message)
+
+    def about(self, ref: int, kind: type[Heard]) -> list[Heard]:
+        """What it was told of one kind about a request."""
+        return [message for message in self.heard if isinstance(message, kind) and getattr(message, "ref", 0) == ref]
+
+    def say(self, message: Up) -> None:
+        """Tell the coordinator."""
+        self.link.send(message)
+
+    def ask(self, tenant: int = 0, **changes: Any) -> int:
+        """A tenant asks now; the ref of its request."""
+        ref = self._stand.next_ref()
+        ids = {"ref": ref, "request_id": f"id-{ref}", "generation_id": f"gen-{ref}", "body_digest": b"%d" % ref}
+        sizes = {"input_tokens": INPUT_TOKENS, "max_output_tokens": OUTPUT_TOKENS}
+        whose = {"tenant": tenant_name(tenant), "key": key_of(tenant)}
+        asked = msgspec.structs.replace(ASKED, **ids | sizes | whose | changes)
+        self._stand.tenants[ref] = asked.tenant
+        self.say(asked)
+        return ref
+
+    def show(self, ref: int, attempt: int = 1, delivered_max: int | None = None) -> None:
+        """Its first output is with its client, and it may want the next step."""
+        self.say(Progress(ref, attempt, first_output=True, delivered_max=delivered_max))
+
+    def finish(self, ref: int, attempt: int = 1, reason: FinishReason = FinishReason.STOP, tokens: int = 8) -> None:
+        """It ended, by itself unless there is a reason."""
+        delivered = 0 if reason is FinishReason.REPLICA_LOST else tokens
+        self.say(Finish(ref, attempt, reason, delivered, AttemptUsage(INPUT_TOKENS, 0, tokens, Basis.ENGINE)))
+
+    def end(self, ref: int, attempt: int = 1) -> None:
+        """Its answer is whole, and its engine runs nothing for it."""
+        self.finish(ref, attempt)
+        self.say(Stopped(ref, attempt))
+
+
+class Stand:
+    """The coordinator, its fleet and its ledger. store_s: how long each operation of the store takes, by its name."""
+
+    def __init__(self, ledger: MemoryLedger, recovered: Recovered, lanes: int, kv_tokens: int | None) -> None:
+        self.clock = StepClock(virtual_loop())
+        config = CoordinatorConfig()
+        self.ledger, self.book, self.store_s = ledger, recovered.book, dict[Operation, float]()
+        ledger.delay = self._delay
+        self.fleet = Fleet(self.clock)
+        self.executions = ExecutionTable(ledger, 1_000, config.request_id_ms, config.store_wait_ms)
+        rejections, self.telemetry = RejectionCounter(ledger, self.clock), Telemetry()
+        parts = CoordinatorParts(
+            self.clock, config, self.fleet, self.book, recovered.journal, self.executions, rejections, self.telemetry
+        )
+        self.coordinator = Coordinator(parts, first_snapshot(SPEC))
+        self.fleet.add_pool(Pool(POOL, REVISION.id, 2, lanes))
+        for name in ("first", "second"):
+            self.fleet.add(name, POOL, lanes)
+            address = ReplicaAddress(
+                name, POOL, REVISION.id, EngineKind.SIMULATED, "", "model", 4_096, counts_tokens=True, kv_tokens=kv_tokens
+            )
+            self.fleet.answered(address)
+        self.tenants: dict[int, str] = {}
+        self._last_ref = 0
+
+    async def _delay(self, operation: Operation) -> None:
+        await asyncio.sleep(self.store_s.get(operation, 0.001))
+
+    def next_ref(self) -> int:
+        """A number for a request that no gateway used."""
+        self._last_ref += 1
+        return self._last_ref
+
+    def gateway(self, name: str) -> Listening:
+        """One more gateway."""
+        return Listening(self, name)
+
+    def execution(self, ref: int) -> Execution | None:
+        """The coordinator's own entry of a request; None: it was not admitted."""
+        return self.executions.get(self.tenants[ref], f"id-{ref}")
+
+    @property
+    def running(self) -> int:
+        """Lanes that are taken."""
+        return self.fleet.pool(POOL).running
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a lane."""
+        return self.coordinator.queued_in(POOL)
+
+    def records_of(self, ref: int, kind: type[Any]) -> list[Any]:
+        """Durable records of one kind about a request, in order."""
+        return [record for record in self.ledger.records if record.id.request_id == f"id-{ref}" and isinstance(record, kind)]
+
+    def end_of(self, ref: int) -> EndRecord:
+        """The one durable end of a request; AssertionError where there is none, or more."""
+        [end] = [*self.records_of(ref, SettleRecord), *self.records_of(ref, ReleaseRecord)]
+        assert isinstance(end, SettleRecord | ReleaseRecord)
+        return end
+
+    def check_ended(self, ref: int) -> None:
+        """AssertionError unless it ended as what its gateway's loss ends: by what it was, and for the platform alone."""
+        end, steps = self.end_of(ref), self.records_of(ref, StepRecord)
+        assert (end.status, end.finish_reason, end.error_code) == ("failed", "coordinator_lost", "coordinator_lost")
+        assert isinstance(end, SettleRecord) == bool(steps), f"{ref}: released after a dispatch, or settled without one"
+        if isinstance(end, SettleRecord):
+            assert (end.cost_microusd, end.tenant_input_tokens, end.tenant_output_tokens) == (0, 0, 0)
+            assert end.platform_microusd >= REVISION.price.cost(INPUT_TOKENS, 0, 0)
+
+    def check_accounts(self, tenant: int = 0) -> None:
+        """AssertionError unless a tenant holds nothing, and spent what was settled."""
+        name = tenant_name(tenant)
+        ends = [record for record in self.ledger.records if isinstance(record, SettleRecord) and record.id.tenant == name]
+        balance = self.book.balance_of(Scope(name))
+        assert self.book.open_holds_of(name) == 0 and (balance.held_microusd, balance.held_tokens) == (0, 0)
+        assert balance.spent_microusd == sum(end.cost_microusd for end in ends)
+        assert balance.spent_tokens == sum(end.tenant_input_tokens + end.tenant_output_tokens for end in ends)
+
+
+def virtual_loop() -> VirtualLoop:
+    """The loop of virtual time that runs."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    return loop
+
+
+def play(script: Callable[[Stand], Awaitable[None]], lanes: int = 1, kv_tokens: int | None = None) -> None:
+    """Run a script against a fresh stand with two replicas of so many lanes and tokens of memory, and audit what is left."""
+
+    async def scene() -> None:
+        ledger = MemoryLedger()
+        recovered = await recover(ledger, StepClock(virtual_loop()), first_snapshot(SPEC), GROUP_MS)
+        stand = Stand(ledger, recovered, lanes, kv_tokens)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(stand.coordinator.run())
+            await asyncio.sleep(0)
+            await script(stand)
+            await asyncio.sleep(10)
+            assert stand.executions.live_count == 0 and stand.running == stand.waiting == 0
+            stand.coordinator.close()
+        report = await ledger.verify()
+        assert report.is_clean and report.open_holds == 0 and report.late == 0, report.problems
+        assert report.holds == report.settlements == sum(isinstance(record, HoldRecord) for record in ledger.records)
+        assert stand.book.open_holds == 0
+        for tenant in range(TENANTS):
+            stand.check_accounts(tenant)
+
+    run(scene(), until_ms=600_000)
