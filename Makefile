@@ -152,11 +152,15 @@ soak: postgres setup models ## Full sizes: five runs of `make test`, then the lo
 .PHONY: bench
 bench: $(if $(ARGS),,postgres) setup bench-programs ## CPU per request and chunk beside nginx; ARGS="--only weir,chunks" or "--profile"
 	@PATH="$$PATH:/usr/sbin" $(BIN)/python -m benchmarks.gateway $(ARGS)
-	$(if $(ARGS),,@$(MAKE) bench-ledger bench-decisions bench-scheduling)
+	$(if $(ARGS),,@$(MAKE) bench-ledger bench-coordinator bench-decisions bench-scheduling)
 
 .PHONY: bench-ledger
 bench-ledger: postgres setup bench-programs ## Lifecycles a second and CPU of both ledgers, and what they add to the first token
 	@$(BIN)/python -m benchmarks.ledger $(ARGS)
+
+.PHONY: bench-coordinator
+bench-coordinator: setup ## CPU of one coordinator per request, with 1, 2 and 4 gateways
+	@$(BIN)/python -m benchmarks.coordinator
 
 .PHONY: bench-decisions
 bench-decisions: setup ## CPU of one request's scheduling decisions, beside a plain queue

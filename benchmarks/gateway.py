@@ -1,8 +1,8 @@
-"""What a request and a chunk cost: the engine alone, nginx, and Weir side by side. Run by `make bench`, under four minutes.
+"""What a request and a chunk cost: the engine alone, nginx, and Weir side by side. Run by `make bench`, in five minutes.
 
 CPU time is the figure to trust on a shared machine; rates and delays show the order. Each measure runs three times: the
 median counts, the best stands beside it. Delays are shown as what a gateway adds to the engine alone. Results are kept as
-JSON in bench-results/.
+JSON in bench-results/. `split` is Weir with its gateway in a process of its own, on the same core.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from benchmarks.measures import MEASURES, Figures, Measure, take
 from benchmarks.programs import PROFILE, ROOT, Gateway, build, resident_bytes, run_engine, run_nginx, run_weir
 
 REPEATS = 3
-ROWS = ("engine", "nginx", "weir")
+ROWS = ("engine", "nginx", "weir", "split")
 RESULTS = ROOT / "bench-results"
 TABLE_WIDTH = 128
 Results: TypeAlias = dict[str, dict[str, Any]]
@@ -72,7 +72,7 @@ def _check_machine(rows: Sequence[str], weir: Path) -> None:
     needed = ["gcc", "taskset", *(["nginx"] if "nginx" in rows else [])]
     if missing := [name for name in needed if shutil.which(name) is None]:
         sys.exit(f"bench: install {', '.join(missing)} first")
-    if "weir" in rows and not weir.exists():
+    if {"weir", "split"} & set(rows) and not weir.exists():
         sys.exit(f"bench: {weir} does not exist: run make setup first")
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("bench: needs two cores, one for the load and one for the gateway")
@@ -84,7 +84,8 @@ def _started(row: str, engine: Gateway, options: argparse.Namespace) -> Abstract
     if row == "nginx":
         return run_nginx(engine.port)
     profiler: list[str | Path] = [sys.executable, "-m", "cProfile", "-o", PROFILE] if options.profile else []
-    return run_weir([*profiler, options.weir], engine.port)
+    split = ("--gateways", "1") if row == "split" else ()
+    return run_weir([*profiler, options.weir], engine.port, *split)
 
 
 def _measure(console: Console, gateway: Gateway, engine_port: int, measures: Sequence[Measure]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 from tests.contract.stores import KINDS, T0_MS, AnyCatalog, Cell
 
 from weir import errors
+from weir.control.catalog_changes import changed_catalog
 from weir.core.metering import Price
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision, RevisionPrice
 from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Role, Scope, ServiceClass, Tenant
@@ -99,6 +100,29 @@ async def test_a_change_replaces_by_key_and_touches_nothing_else(catalog: AnyCat
     assert [key.revoked for key in loaded.keys] == [True, True]
     assert loaded.limits == [(scope, Limits(concurrency=9)), *FULL.limits[1:2], *FULL.limits[3:]]
     assert (loaded.applications, loaded.revisions) == (list(FULL.applications), list(FULL.revisions))
+
+
+async def test_what_a_change_makes_of_a_catalog_is_known_without_reading(catalog: AnyCatalog) -> None:
+    """Protects what is in force: changes are not read back, so each must be known to give exactly what the store then has."""
+    scope, dearer = Scope("acme"), Price(9, 1, 1, 1)
+    changes = [
+        FULL,
+        CatalogChange(AUDIT),
+        CatalogChange(AUDIT, tenants=[Tenant("acme", "UTC"), Tenant("aaa"), Tenant("zzz")]),
+        CatalogChange(AUDIT, keys=[replace(FULL.keys[1], revoked=True), ApiKey("0aa", "acme", "all", b"7" * 32)]),
+        CatalogChange(AUDIT, limits=[(scope, Limits(concurrency=9)), (Scope("acme", "all"), Limits())]),
+        CatalogChange(AUDIT, limits=[(Scope("acme", "all"), Limits(concurrency=1)), (Scope("aaa", alias="x"), Limits(1))]),
+        CatalogChange(AUDIT, limits=[(Scope("nobody"), Limits()), (Scope("acme", "all"), Limits())]),
+        CatalogChange(AUDIT, revisions=[replace(FULL.revisions[0], price=dearer)], aliases=[Alias("assistant", "rev-2", 1)]),
+        CatalogChange(AUDIT, revisions=[replace(FULL.revisions[0], price=dearer, revoked=True)]),
+        CatalogChange(AUDIT, applications=[Application("aaa", "app")], pools=[replace(FULL.pools[0], replicas=5)]),
+    ]
+    known = await catalog.load()
+    for change in changes:
+        known = changed_catalog(known, change, await catalog.apply(known.version, change))
+        stored = await catalog.load()
+        assert known.version == stored.version and list(known.prices) == list(stored.prices)
+        assert content(known) == content(stored)
 
 
 async def test_a_change_on_another_version_is_refused_whole(catalog: AnyCatalog) -> None:

@@ -106,9 +106,9 @@ async def test_a_change_whose_answer_was_lost_comes_into_force() -> None:
 
 
 async def test_a_change_that_could_not_be_read_back_comes_into_force() -> None:
-    """Protects a change that was stored while its snapshot could not be made: the store is asked again, and said away once."""
+    """Protects a change whose answer was lost, and what is stored unreadable: it is asked again, and said to be away once."""
     desk = Desk()
-    desk.store.failing_loads, desk.store.away = 3, 2
+    desk.store.lost_answers, desk.store.failing_loads, desk.store.away = 1, 3, 2
     with structlog.testing.capture_logs() as logs:
         with pytest.raises(errors.LedgerUnavailable):
             await desk.commands.create_tenant("ann", "acme")

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 from weir import errors
+from weir.control.catalog_changes import changed_catalog
 from weir.control.catalog_lookup import (
     limits_of,
     require_admin_key,
@@ -92,6 +93,7 @@ class Commands:
         self._clock = clock
         self._entropy = entropy
         self._turn = asyncio.Lock()
+        self._catalog: Catalog | None = None  # as it was read last, with our changes since
         self.published = Snapshot()
         """The last that was published; the parts of the cell have it, or are getting it."""
 
@@ -99,7 +101,7 @@ class Commands:
 
     async def catalog(self) -> Catalog:
         """Everything approved, in one consistent read."""
-        return await self._store.load()
+        return await self._current()
 
     async def audit_trail(self, limit: int, before_ms: Millis | None = None) -> list[AuditEntry]:
         """The newest audit entries, newest first."""
@@ -337,10 +339,14 @@ class Commands:
         """Load, plan, apply at the version that was read, publish. plan: pure, may be asked again; None changes nothing."""
         async with self._turn:
             for _ in range(_APPLY_ATTEMPTS_MAX):
-                catalog = await self._store.load()
+                catalog = await self._current()
                 result, change = plan(catalog)
-                if change is None or await self._applied(catalog.version, change):
-                    return result, await self._publish_stored()
+                if change is not None:
+                    changed = await self._applied(catalog, change)
+                    if changed is None:
+                        continue
+                    catalog = changed
+                return result, await self._put_in_force(catalog)
         raise errors.AlreadyExists("Others are changing the catalog; send the request again.", should_retry=True)
 
     async def refresh(self) -> bool:
@@ -348,22 +354,30 @@ class Commands:
         async with self._turn:
             if await self._store.version() <= self.published.version:
                 return False
-            await self._publish_stored()
+            await self._put_in_force(await self._current())
             return True
 
-    async def _publish_stored(self) -> Acknowledgement:
+    async def _put_in_force(self, catalog: Catalog) -> Acknowledgement:
         """In our turn, so that versions rise. A large catalog is made into a snapshot off the loop."""
-        snapshot = await asyncio.to_thread(build_snapshot, await self._store.load(), self.published)
+        snapshot = await asyncio.to_thread(build_snapshot, catalog, self.published)
         acknowledged = await self._publish(snapshot)
         self.published = snapshot
         return acknowledged
 
-    async def _applied(self, version: int, change: CatalogChange) -> bool:
+    async def _current(self) -> Catalog:
+        """The catalog as the store has it: read again only if its version is another than the one that is known."""
+        if self._catalog is None or self._catalog.version != await self._store.version():
+            self._catalog = await self._store.load()
+        return self._catalog
+
+    async def _applied(self, catalog: Catalog, change: CatalogChange) -> Catalog | None:
+        """The catalog with the change that the store has now; None where others changed it meanwhile."""
         try:
-            await self._store.apply(version, change)
+            version = await self._store.apply(catalog.version, change)
         except errors.AlreadyExists:  # the port's word for a version conflict
-            return False
-        return True
+            return None
+        self._catalog = await asyncio.to_thread(changed_catalog, catalog, change, version)
+        return self._catalog
 
     def audit_entry(self, actor: str, action: str, subject: str, summary: Mapping[str, object]) -> AuditEntry:
         """An entry of the audit trail at this moment. summary: JSON values without secrets."""

@@ -61,6 +61,7 @@ class GatewayEnd:
     """One gateway's link. addresses: of coordinators, tried in turn. names: gives each session a name that no other ever had.
 
     on_lost: everything in the session is lost. terms: what the coordinator told; None before the first welcome.
+    opened: set once the first snapshot is here.
     """
 
     def __init__(
@@ -154,7 +155,6 @@ class GatewayEnd:
         self.terms = welcome.terms
         greeting.channel.greeted(self._endpoint)
         self._endpoint.attach(greeting.channel, found.received)
-        self.opened.set()
         _log.info("coordinator_connected", session=self._name, epoch=found.epoch)
 
     async def _until_over(self) -> None:
@@ -242,4 +242,5 @@ class GatewayEnd:
                 self._inbox.deliver(message)
             elif (snapshot := self._assembly.take(message)) is not None:
                 self._inbox.deliver(snapshot)
+                self.opened.set()
                 self._endpoint.send(SnapshotHeld(snapshot.version))

@@ -9,7 +9,7 @@ where that is equal the smallest share wins, then the name, so that a decision r
 how it is tried; a second attempt is the last one, and goes there only where no other has room.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -40,34 +40,47 @@ def place(
     able = [replica for replica in replicas if replica.free and replica.name != avoid and replica.room.fits(need)]
     if not able:
         return None  # most replicas of a busy pool are full, and this runs for every request
-    if len(able) == 1:
-        return _site(able[0], need, index)
-    sites = _sites(able, need, index)
-    if trials := [site for site in sites if site.replica.state is ReplicaState.HALF_OPEN]:
-        others = [site for site in sites if site not in trials]
-        sites = trials if avoid is None or not others else others
-    share_max = min([site.replica.running / site.replica.allowed for site in sites]) + SKEW
-    near = [site for site in sites if site.replica.running / site.replica.allowed <= share_max]
-    return min(near, key=lambda site: _score(site, need))
+    if len(able) > 1:
+        able = _tried_first(able, avoid)
+    held = _held(able, need, index)
+    replica = able[0] if len(able) == 1 else _soonest(able, held)
+    return Site(replica, held.get(replica.name, 0))
 
 
-def _sites(able: list[Replica], need: Need, index: PrefixIndex | None) -> list[Site]:
-    if index is None or not need.prefix or len(able) <= _FEW:
-        return [_site(replica, need, index) for replica in able]
-    held, size, tokens = index.held(need.prefix), need.prefix_bytes, need.input_tokens
-    return [Site(replica, cached_tokens(held.get(replica.name, 0), size, tokens)) for replica in able]
+def _tried_first(able: list[Replica], avoid: str | None) -> list[Replica]:
+    """Those that are half-open, if any; for a second attempt, which avoids a replica, the others."""
+    trials = [replica for replica in able if replica.state is ReplicaState.HALF_OPEN]
+    if not trials:
+        return able
+    others = [replica for replica in able if replica.state is not ReplicaState.HALF_OPEN]
+    return trials if avoid is None or not others else others
 
 
-def _site(replica: Replica, need: Need, index: PrefixIndex | None) -> Site:
-    if index is None or not need.prefix:
-        return Site(replica, 0)
-    return Site(replica, cached_tokens(index.depth(replica.name, need.prefix), need.prefix_bytes, need.input_tokens))
+def _soonest(able: list[Replica], held: Mapping[str, Tokens]) -> Replica:
+    """Of an idle fleet all are here: one pass, and nothing is made that is not compared."""
+    share_max = min([replica.share for replica in able]) + SKEW
+    best, least = able[0], None
+    for replica in able:
+        share = replica.share
+        if share > share_max:
+            continue
+        read = replica.room.prefill_tokens
+        if held and (cached := held.get(replica.name)):
+            read -= _READ_COST * cached
+        if least is None or read < least or (read == least and (share, replica.name) < (best.share, best.name)):
+            best, least = replica, read
+    return best
 
 
-def _score(site: Site, need: Need) -> tuple[Tokens, float, str]:
-    """What is compared, the least wins."""
-    replica = site.replica
-    return score(replica, need, site.cached_tokens), replica.running / replica.allowed, replica.name
+def _held(able: list[Replica], need: Need, index: PrefixIndex | None) -> dict[str, Tokens]:
+    """How much of the input each replica is believed to hold, for those that hold any."""
+    prefix = need.prefix
+    if index is None or not prefix:
+        return {}
+    few = len(able) <= _FEW
+    marks = {replica.name: index.depth(replica.name, prefix) for replica in able} if few else index.held(prefix)
+    tokens = {depth: cached_tokens(depth, need.prefix_bytes, need.input_tokens) for depth in set(marks.values())}
+    return {name: tokens[depth] for name, depth in marks.items()}
 
 
 def score(replica: Replica, need: Need, cached: Tokens) -> Tokens:

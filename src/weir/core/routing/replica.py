@@ -118,8 +118,8 @@ class LaneSums:
 class Replica:
     """The coordinator's view of one replica. name: unique in the cell, never reused. back_off_ms: its breaker's.
 
-    lanes: the sums of its pool. free, usable and running: of its own lanes; kept, not computed, because placement reads them of
-    every replica of a pool. room: its memory and the prompts that it has still to read.
+    lanes: the sums of its pool. free, usable and running: of its own lanes; share: of those allowed, taken; kept, not computed,
+    because placement reads them of every replica of a pool. room: its memory and the prompts that it has still to read.
     """
 
     __slots__ = (
@@ -135,6 +135,7 @@ class Replica:
         "pool",
         "room",
         "running",
+        "share",
         "state",
         "usable",
     )
@@ -154,6 +155,7 @@ class Replica:
         self._trials: set[int] = set()  # lanes taken since it is half-open
         self._silent_trial: int | None = None  # the one of them without output so far
         self.running = 0
+        self.share = 0.0
         self.free = 0
         self.usable = 0
 
@@ -243,6 +245,7 @@ class Replica:
 
     def _count_free(self) -> None:
         self.running = self.limits.concurrency - len(self._free_lanes)
+        self.share = self.running / self._pace.allowed
         if self.state is ReplicaState.READY:
             usable = self._pace.allowed
             free = max(0, usable - self.running)
