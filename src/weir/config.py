@@ -162,7 +162,7 @@ class StoreConfig:
 class LinkConfig:
     """Between gateways and the coordinator. The files are for links over TCP, which need all that their side reads."""
 
-    listen: str | None = None  # HOST:PORT where gateways of other hosts reach the coordinator; None: this host's only
+    listen: str | None = None  # HOST:PORT or unix:PATH where gateways reach the coordinator that it does not start itself
     certificate_file: str | None = None  # the coordinator shows it, with its chain
     private_key_file: str | None = None
     authority_file: str | None = None  # whose certificates a gateway trusts

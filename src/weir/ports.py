@@ -329,6 +329,26 @@ class LedgerStore(Protocol):
     async def aclose(self) -> None: ...
 
 
+class LeaderLease(Protocol):
+    """Who may be a cell's coordinator: one holder at a time, for a time that the store's own clock measures.
+
+    holder: a name that each life of a process has for itself alone.
+    """
+
+    async def take(self, holder: str, ttl_ms: Millis, *, by_force: bool = False) -> bool:
+        """Take or renew it for ttl_ms, if nobody else has it or by force; whether it is the holder's now.
+
+        The time begins after the call: a holder that counts from before it stops in time. Raises LedgerUnavailable.
+        """
+        ...
+
+    async def give_back(self, holder: str) -> None:
+        """Let another one have it at once, if it is still this one's; it is not taken again. Raises LedgerUnavailable."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
     """Who changed what. summary: JSON text without secrets."""

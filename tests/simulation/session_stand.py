@@ -96,18 +96,29 @@ class Listening:
 
 
 class Stand:
-    """The coordinator, its fleet and its ledger. store_s: how long each operation of the store takes, by its name."""
+    """The coordinator, its fleet and its ledger. store_s: how long each operation of the store takes, by its name.
+
+    leads: whether it may grant now.
+    """
 
     def __init__(self, ledger: MemoryLedger, recovered: Recovered, lanes: int, kv_tokens: int | None) -> None:
         self.clock = StepClock(virtual_loop())
         config = CoordinatorConfig()
         self.ledger, self.book, self.store_s = ledger, recovered.book, dict[Operation, float]()
         ledger.delay = self._delay
-        self.fleet = Fleet(self.clock)
+        self.fleet, self.leads = Fleet(self.clock), True
         self.executions = ExecutionTable(ledger, 1_000, config.request_id_ms, config.store_wait_ms)
-        rejections, self.telemetry = RejectionCounter(ledger, self.clock), Telemetry()
+        self.telemetry = Telemetry()
         parts = CoordinatorParts(
-            self.clock, config, self.fleet, self.book, recovered.journal, self.executions, rejections, self.telemetry
+            clock=self.clock,
+            config=config,
+            fleet=self.fleet,
+            book=self.book,
+            journal=recovered.journal,
+            executions=self.executions,
+            rejections=RejectionCounter(ledger, self.clock),
+            telemetry=self.telemetry,
+            leads=lambda: self.leads,
         )
         self.coordinator = Coordinator(parts, first_snapshot(SPEC))
         self.fleet.add_pool(Pool(POOL, REVISION.id, 2, lanes))

@@ -16,7 +16,7 @@ import structlog
 from weir import errors
 from weir.app.engine_choice import check_engine_names, check_further_pools, declare_models
 from weir.app.engine_clients import EngineClients
-from weir.app.fronts import Front, FrontParts, GatewaysFront, OwnFront
+from weir.app.fronts import Front, FrontParts, LinkedFront, OwnFront
 from weir.app.listeners import Listeners
 from weir.app.running_view import RunningCell, gauges_of
 from weir.app.runtime import settle_garbage_collector, unless_stopped
@@ -32,6 +32,7 @@ from weir.control.supervisor import Supervisor
 from weir.coordinator.coordinator import Coordinator, CoordinatorParts
 from weir.coordinator.execution_table import ExecutionTable
 from weir.coordinator.fleet import Adapting, Fleet
+from weir.coordinator.leadership import Leadership
 from weir.coordinator.recovery import Recovered, recover
 from weir.coordinator.rejections import RejectionCounter
 from weir.core.registry.model import EngineKind
@@ -56,7 +57,7 @@ _ACKNOWLEDGE_MS: Millis = 2_000
 class CellOptions:
     """How `weir up` was asked to start. listen: (host, port), port 0 for any free one.
 
-    gateways: how many in processes of their own; 0: one in this process.
+    gateways: how many in processes of their own; 0: one in this process. standby: wait until no other cell leads.
     """
 
     engines: list[str]
@@ -65,6 +66,7 @@ class CellOptions:
     config: WeirConfig
     ready_file: Path | None = None
     gateways: int = 0
+    standby: bool = False
     announce: Callable[[str], None] = field(default=lambda line: None)
 
 
@@ -108,6 +110,8 @@ class Cell:
         self._executions = ExecutionTable(
             stores.ledger, config.remembered_executions, config.request_id_ms, config.store_wait_ms
         )
+        lease = stores.lease
+        self._leadership = Leadership(lease, self._clock, self._entropy.token(12).hex()) if lease is not None else None
         self._coordinator: Coordinator | None = None
         self._front: Front | None = None
         self._draining = False
@@ -124,6 +128,22 @@ class Cell:
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[Ready], None]) -> None:
         """Serve until `stop` is set, then drain; set before it is ready, it ends the start. Raises what broke the cell."""
+        leadership = self._leadership
+        if leadership is None:
+            await self._run(stop, on_ready)
+        elif await unless_stopped(stop, self._win(leadership)):
+            async with asyncio.TaskGroup() as tasks:
+                leading = tasks.create_task(leadership.run())
+                await self._run(stop, on_ready)
+                leading.cancel()
+            await leadership.give_back()
+
+    async def _win(self, leadership: Leadership) -> bool:
+        if self._options.standby:
+            self._options.announce("standing by until the cell that leads is gone")
+        return await leadership.win(by_force=not self._options.standby)
+
+    async def _run(self, stop: asyncio.Event, on_ready: Callable[[Ready], None]) -> None:
         secrets = await unless_stopped(stop, self._bootstrap())
         if secrets is None:
             return
@@ -134,6 +154,8 @@ class Cell:
             self._options.announce(f"resolved {recovered.resolved} hold(s) that a crash left open")
         coordinator = self._coordinator = self._compose_coordinator(recovered, snapshot)
         coordinator.renew(SNAPSHOT_VALID_MS)
+        if self._leadership is not None:
+            self._leadership.on_regained = coordinator.leads_again
         front = self._front = self._compose_front(coordinator, recovered.journal.epoch)
         view = RunningCell(self._clock, recovered.book, coordinator, self._fleet, self._supervisor, front.inbox)
         self._telemetry.read_gauges_from(
@@ -191,6 +213,7 @@ class Cell:
             executions=self._executions,
             rejections=RejectionCounter(self._stores.ledger, self._clock),
             telemetry=self._telemetry,
+            leads=self._leadership.holds if self._leadership is not None else lambda: True,
         )
         return Coordinator(parts, snapshot)
 
@@ -204,14 +227,16 @@ class Cell:
             entropy=self._entropy,
             telemetry=self._telemetry,
             config=self._config,
+            folder=self._stores.directory.path,
             terms=self._terms(),
             epoch=epoch,
             is_ready=self._is_ready,
             on_broken=self.fail,
         )
-        if self._options.gateways:
-            return GatewaysFront(parts, coordinator, self._options.gateways)
-        return OwnFront(parts, coordinator, self._engines)
+        own = None if self._options.gateways else OwnFront(parts, coordinator, self._engines)
+        if own is not None and self._config.link.listen is None:
+            return own
+        return LinkedFront(parts, coordinator, self._options.gateways, own)
 
     def _terms(self) -> Terms:
         """What gateways are told. Raises InvalidRequest for bounds that contradict each other."""
@@ -325,6 +350,8 @@ async def run_cell(options: CellOptions, stop: asyncio.Event, on_ready: Callable
     """
     check_engine_names(options.engines, options.config.engine)
     check_further_pools(options.engines, options.config.pools)
+    if options.standby and options.config.store.url is None:
+        raise errors.InvalidRequest("--standby needs a PostgreSQL database.", members={"field": "--standby"})
     async with open_stores(options.state, options.config.store, options.announce) as stores:
         cell = Cell(options, stores)
         cell.remove_ready_files()

@@ -7,12 +7,13 @@ any more.
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from weir.api.tenant_app import TenantApp
 from weir.app.engine_clients import EngineClients
 from weir.app.gateway_keeper import GatewayKeeper
-from weir.app.link_sockets import serving_tcp, serving_unix, token_of
+from weir.app.link_sockets import needs_token, serving_configured, serving_unix, token_of
 from weir.app.listeners import Listeners
 from weir.app.servers import QuietServer
 from weir.config import StoreConfig, WeirConfig
@@ -32,13 +33,14 @@ from weir.units import Millis
 class FrontParts:
     """What both kinds work with. is_ready: whether new work is welcome; on_broken: a broken invariant ends the cell.
 
-    terms: what gateways are told. epoch: the coordinator's.
+    terms: what gateways are told. epoch: the coordinator's. folder: of this process alone.
     """
 
     clock: Clock
     entropy: Entropy
     telemetry: Telemetry
     config: WeirConfig
+    folder: Path
     terms: Terms
     epoch: int
     is_ready: Callable[[], bool]
@@ -117,15 +119,19 @@ class OwnFront:
         self._gateway.close()
 
 
-class GatewaysFront:
-    """Gateways in processes of their own: number of them on this host, and those of other hosts that connect."""
+class LinkedFront:
+    """Gateways in processes of their own: a number of them on this host, and those that connect where `link.listen` says.
 
-    def __init__(self, parts: FrontParts, coordinator: Coordinator, number: int) -> None:
+    own: the gateway in this process, where no number of others is asked for.
+    """
+
+    def __init__(self, parts: FrontParts, coordinator: Coordinator, number: int, own: OwnFront | None) -> None:
         self._parts = parts
         self._number = number
+        self._own = own
         link = parts.config.link
-        token = token_of(link) if link.listen is not None else ""
-        self._own_end = CoordinatorEnd(parts.clock, coordinator, parts.epoch, parts.terms)
+        token = token_of(link) if needs_token(link) else ""
+        self._near_end = CoordinatorEnd(parts.clock, coordinator, parts.epoch, parts.terms)
         self._far_end = CoordinatorEnd(parts.clock, coordinator, parts.epoch, parts.terms, token)
         self._keeper: GatewayKeeper | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -140,31 +146,35 @@ class GatewaysFront:
 
     def start(self, tasks: asyncio.TaskGroup, listeners: Listeners) -> None:
         """Serve links, and start this host's gateways."""
+        if self._own is not None:
+            self._own.start(tasks, listeners)
         self._serving = tasks.create_task(self._run(listeners))
 
     async def _run(self, listeners: Listeners) -> None:
         config = replace(self._parts.config, store=StoreConfig(), pools={})  # a gateway gets no credentials of a database
-        async with serving_unix(self._own_end) as path, serving_tcp(self._far_end, self._parts.config.link):
-            self._keeper = GatewayKeeper(self._number, path, listeners.tenants, config)
-            async with asyncio.TaskGroup() as ends, asyncio.TaskGroup() as gateways:
-                ends.create_task(self._own_end.run())
-                ends.create_task(self._far_end.run())
+        near, far = serving_unix(self._near_end, self._parts.folder), serving_configured(self._far_end, self._parts.config.link)
+        async with near as path, far, asyncio.TaskGroup() as ends, asyncio.TaskGroup() as gateways:
+            ends.create_task(self._near_end.run())
+            ends.create_task(self._far_end.run())
+            if self._number:
+                self._keeper = GatewayKeeper(self._number, path, listeners.tenants, config)
                 gateways.create_task(self._keeper.run())
-                self._started.set()
+            self._started.set()
 
     async def wait_ready(self) -> bool:
         """True, once all of this host's listen."""
         await self._started.wait()
-        assert self._keeper is not None
-        return await self._keeper.wait_ready()
+        return self._keeper is None or await self._keeper.wait_ready()
 
     async def all_hold(self, version: int, bound_ms: Millis) -> tuple[str, ...]:
         """Asked of every session."""
-        behind = await asyncio.gather(*(end.all_hold(version, bound_ms) for end in (self._own_end, self._far_end)))
+        behind = await asyncio.gather(*(end.all_hold(version, bound_ms) for end in (self._near_end, self._far_end)))
         return tuple(name for names in behind for name in names)
 
     async def stop(self) -> None:
         """Let the gateways finish, then close the links."""
+        if self._own is not None:
+            await self._own.stop()
         assert self._serving is not None
         self._serving.cancel()
         await asyncio.wait([self._serving])

@@ -70,11 +70,11 @@ class GatewayKeeper:
             try:
                 if await self._listens(number, process):
                     backoff_s = _BACKOFF_FIRST_S
-                status = await process.wait()
+                    await process.wait()
             finally:
                 self._ready.pop(number, None)
                 await self._stop(process)
-            _log.warning("gateway_exited", gateway=number + 1, status=status)
+            _log.warning("gateway_exited", gateway=number + 1, status=process.returncode)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
 
@@ -91,7 +91,7 @@ class GatewayKeeper:
         )
 
     async def _listens(self, number: int, process: Process) -> bool:
-        """Whether it said where, within its bound; what exited meanwhile did not."""
+        """Whether it said where, within its bound; what exited, or is not ready by then, is started again."""
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(self._settings)
         try:

@@ -5,6 +5,7 @@ A Unix socket is its owner's alone (mode 0600 in a directory of mode 0700), so i
 
 import asyncio
 import contextlib
+import os
 import ssl
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -17,6 +18,8 @@ from weir.link.coordinator_end import CoordinatorEnd
 from weir.link.gateway_end import Connect
 
 _UNIX = "unix:"
+_UNIX_BYTES_MAX = 100
+"""Of a socket's path, on every system."""
 _TOKEN_CHARS_MIN = 32
 
 
@@ -93,29 +96,47 @@ def _file(path: str | None, field: str) -> str:
     return path
 
 
-@contextlib.asynccontextmanager
-async def serving_unix(end: CoordinatorEnd) -> AsyncIterator[Path]:
-    """Serve links on a Unix socket of this user's own, at a path that is short enough for every system."""
+async def _listening(end: CoordinatorEnd, address: str, config: LinkConfig) -> asyncio.AbstractServer:
     loop = asyncio.get_running_loop()
-    with tempfile.TemporaryDirectory(prefix="weir-") as directory:
-        path = Path(directory) / "link"
+    if needs_token(config):
+        host, port = host_and_port(address, "link.listen")
+        return await loop.create_server(end.accept, host, port, ssl=_server_tls(config))
+    path = Path(address.removeprefix(_UNIX))
+    server = await loop.create_unix_server(end.accept, str(path))
+    await asyncio.to_thread(path.chmod, 0o600)
+    return server
+
+
+@contextlib.asynccontextmanager
+async def serving_unix(end: CoordinatorEnd, folder: Path) -> AsyncIterator[Path]:
+    """Serve links on a Unix socket of this user's own: in the folder, or elsewhere if that has too long a name for one."""
+    loop = asyncio.get_running_loop()
+    with contextlib.ExitStack() as stack:
+        path = folder / "link"
+        if len(os.fsencode(path)) > _UNIX_BYTES_MAX:
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-"))) / "link"
         server = await loop.create_unix_server(end.accept, str(path))
         try:
             path.chmod(0o600)
             yield path
         finally:
             server.close()
+            path.unlink(missing_ok=True)
+
+
+def needs_token(config: LinkConfig) -> bool:
+    """Whether links come over TCP."""
+    return config.listen is not None and not config.listen.startswith(_UNIX)
 
 
 @contextlib.asynccontextmanager
-async def serving_tcp(end: CoordinatorEnd, config: LinkConfig) -> AsyncIterator[None]:
-    """Serve links on TCP where that is configured. Raises InvalidRequest."""
+async def serving_configured(end: CoordinatorEnd, config: LinkConfig) -> AsyncIterator[None]:
+    """Serve links where `link.listen` says. Raises InvalidRequest."""
     if config.listen is None:
         yield
         return
-    host, port = host_and_port(config.listen, "link.listen")
     try:
-        server = await asyncio.get_running_loop().create_server(end.accept, host, port, ssl=_server_tls(config))
+        server = await _listening(end, config.listen, config)
     except OSError as fault:
         raise errors.InvalidRequest(
             f"Cannot listen on {config.listen}: {fault.strerror}.", members={"field": "link.listen"}
@@ -124,3 +145,5 @@ async def serving_tcp(end: CoordinatorEnd, config: LinkConfig) -> AsyncIterator[
         yield
     finally:
         server.close()
+        if not needs_token(config):
+            await asyncio.to_thread(Path(config.listen.removeprefix(_UNIX)).unlink, missing_ok=True)

@@ -1,5 +1,6 @@
 """Listeners: the tenant side and the management side on the event loop, metrics on a thread of their own."""
 
+import asyncio
 import contextlib
 import resource
 import socket
@@ -18,6 +19,8 @@ from weir.config import GatewayConfig
 from weir.telemetry import Telemetry
 
 _GRACE_AFTER_DRAIN_S = 5
+_LAST_REQUESTS_S = 0.25
+"""A client that connected is about to send its request: it gets a refusal to read, not an end without a word."""
 _SCRAPES_AT_ONCE = 8
 _SCRAPE_SILENCE_S = 10
 
@@ -42,6 +45,13 @@ class QuietServer(uvicorn.Server):
     def capture_signals(self) -> Generator[None]:
         """Leave signals alone."""
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more connections, hear those out that were just made, then close."""
+        for server in self.servers:
+            server.close()
+        await asyncio.sleep(_LAST_REQUESTS_S)
+        await super().shutdown(sockets)
 
 
 def listen(host: str, port: int, config: GatewayConfig, *, shared: bool = False) -> socket.socket:

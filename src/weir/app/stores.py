@@ -11,18 +11,19 @@ from pathlib import Path
 
 from weir import errors
 from weir.config import StoreConfig
-from weir.ports import ControlStore, LedgerStore
+from weir.ports import ControlStore, LeaderLease, LedgerStore
 from weir.storage.database import open_sqlite
 from weir.storage.state_directory import StateDirectory
 
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """What a cell remembers by."""
+    """What a cell remembers by. lease: of its leader; None where the state directory's lock is enough."""
 
     directory: StateDirectory
     ledger: LedgerStore
     catalog: ControlStore
+    lease: LeaderLease | None = None
 
 
 @contextlib.asynccontextmanager
@@ -30,25 +31,28 @@ async def open_stores(path: Path, config: StoreConfig, announce: Callable[[str],
     """The state directory at path, locked, with the stores; released at the end. Raises StoreFault, InvalidRequest."""
     directory = StateDirectory(path)
     try:
-        ledger, catalog = await _open_database(directory, config, announce)
+        ledger, catalog, lease = await _open_database(directory, config, announce)
         try:
-            yield Stores(directory, ledger, catalog)
+            yield Stores(directory, ledger, catalog, lease)
         finally:
             await ledger.aclose()
             await catalog.aclose()
+            if lease is not None:
+                await lease.aclose()
     finally:
         directory.close()
 
 
 async def _open_database(
     directory: StateDirectory, config: StoreConfig, announce: Callable[[str], None]
-) -> tuple[LedgerStore, ControlStore]:
+) -> tuple[LedgerStore, ControlStore, LeaderLease | None]:
     if config.url is None:
-        return open_sqlite(directory.database)
+        return *open_sqlite(directory.database), None
     try:
         from weir.storage.postgres_address import parse_address
         from weir.storage.postgres_database import open_postgres
+        from weir.storage.postgres_lease import PostgresLeaderLease
     except ImportError as missing:
         raise errors.InvalidRequest("A PostgreSQL database needs its driver: install weir[postgres].") from missing
     announce(f"database {parse_address(config.url).shown}")
-    return await open_postgres(config.url)
+    return *await open_postgres(config.url), PostgresLeaderLease(config.url)

@@ -40,6 +40,9 @@ def up(
     gateways: Annotated[
         int, typer.Option("--gateways", min=0, max=64, help="How many gateways, as processes of their own; 0: in this one.")
     ] = 0,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Take over once no other cell leads on this database, instead of at once.")
+    ] = False,
     first_answer: Annotated[bool, typer.Option("--first-answer", help="Stream one answer once ready.")] = False,
 ) -> None:
     """Start the platform: coordinator, control and gateways, on SQLite or PostgreSQL, with its engines."""
@@ -56,6 +59,7 @@ def up(
             config=settings,
             ready_file=ready_file,
             gateways=gateways,
+            standby=standby,
             announce=_say,
         )
         uvloop.run(_serve(options, first_answer=first_answer))

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from weir import errors
 from weir.config import CoordinatorConfig
+from weir.coordinator.asking import later, question_of
 from weir.coordinator.blame import Blame, fingerprint_of
 from weir.coordinator.dispatcher import Dispatcher, Offer, Turns
 from weir.coordinator.domain import MakeOrder
@@ -35,7 +34,7 @@ from weir.coordinator.rejections import RejectionCounter
 from weir.coordinator.sessions import LocalLink, Session
 from weir.coordinator.settler import Settler
 from weir.coordinator.store_watch import StoreWatch
-from weir.core.admission import Admit, Asked, Bound, decide, idempotency_refusal
+from weir.core.admission import Admit, Bound, decide, idempotency_refusal
 from weir.core.endings import FinishReason
 from weir.core.ledger import reservation
 from weir.core.ledger.book import Book, Taken
@@ -46,7 +45,7 @@ from weir.core.registry.snapshot import Snapshot
 from weir.core.request import Admit as AdmitEvent
 from weir.core.request import Dispatched, FirstOutput, Queued, Received, advance
 from weir.core.routing.pools import accepting
-from weir.core.tenancy import Principal, scopes_of
+from weir.core.tenancy import scopes_of
 from weir.messages import (
     Acquire,
     Admitted,
@@ -75,7 +74,10 @@ _LATE_RETRY_MS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorParts:
-    """What a coordinator works with. order: between tenants; None for the product's, which is fair."""
+    """What a coordinator works with. order: between tenants; None for the product's, which is fair.
+
+    leads: whether it may grant now; another one may lead where it may not.
+    """
 
     clock: Clock
     config: CoordinatorConfig
@@ -86,6 +88,7 @@ class CoordinatorParts:
     rejections: RejectionCounter
     telemetry: Telemetry
     order: MakeOrder | None = None
+    leads: Callable[[], bool] = lambda: True
 
 
 class Coordinator:
@@ -108,6 +111,7 @@ class Coordinator:
         self._blame = Blame(parts.clock, parts.fleet)
         turns = Turns(self._weight_of, parts.order)
         self._dispatcher = Dispatcher(parts.clock, parts.config, parts.fleet, parts.journal, self._settler, turns)
+        self._leads = self._dispatcher.may_grant = parts.leads
         self._store_watch = StoreWatch(
             parts.clock,
             ns_from_ms(parts.config.store_wait_ms),
@@ -230,6 +234,10 @@ class Coordinator:
             return None
         return max(0, ms_from_ns(self._fresh_until_ns - self._clock.monotonic_ns()))
 
+    def leads_again(self) -> None:
+        """It may grant again: what waited meanwhile starts."""
+        self._dispatcher.schedule()
+
     def _fleet_changed(self) -> None:
         self._sessions.tell_all(FleetView(self._fleet.ready_addresses()))
         self._dispatcher.schedule()
@@ -262,7 +270,7 @@ class Coordinator:
             bound = self._executions.bound_of_stored(stored, self._clock.wall_ms())
         if known := self._executions.get(asked.tenant, asked.request_id):
             bound = self._executions.bound_of(known, self._clock.wall_ms())
-        asked = _later(asked, ceil_ms_from_ns(self._clock.monotonic_ns() - began_ns))
+        asked = later(asked, ceil_ms_from_ns(self._clock.monotonic_ns() - began_ns))
         self._admit(session, asked, bound, stored.record if stored else None)
 
     def _admit(self, session: Session, asked: Acquire, bound: Bound | None, stored: GenerationRecord | None = None) -> None:
@@ -276,7 +284,7 @@ class Coordinator:
             answered = idempotency_refusal(asked.body_digest, bound) if bound is not None else None
             self._reject(session, asked, answered or unserved, stored)
             return
-        question = _asked(asked, is_quarantined=self._blame.is_quarantined(asked))
+        question = question_of(asked, is_quarantined=self._blame.is_quarantined(asked))
         decision = decide(question, self._snapshot, bound, self._book, offer.door, self._now())
         if isinstance(decision, Admit):
             self._take(session, asked, decision, offer)
@@ -305,6 +313,8 @@ class Coordinator:
     def _refusal_of_state(self) -> errors.WeirError | None:
         if self._draining or self._closed:
             return errors.Draining("The platform is draining.", retry_after_ms=_LATE_RETRY_MS)
+        if not self._leads():
+            return errors.CoordinatorLost("Another coordinator takes over.", retry_after_ms=_LATE_RETRY_MS)
         if self.fresh_ms == 0:
             detail = "The approved configuration could not be checked for too long."
             return errors.SnapshotExpired(detail, retry_after_ms=_LATE_RETRY_MS)
@@ -470,28 +480,3 @@ class Coordinator:
             return False
         self._tasks.create_task(work)
         return True
-
-
-def _later(acquire: Acquire, elapsed_ms: Millis) -> Acquire:
-    """The same question after it waited: its deadline doesn't move."""
-    return msgspec.structs.replace(
-        acquire,
-        deadline_left_ms=acquire.deadline_left_ms - elapsed_ms,
-        waited_ns=acquire.waited_ns + ns_from_ms(elapsed_ms),
-    )
-
-
-def _asked(acquire: Acquire, *, is_quarantined: bool) -> Asked:
-    principal = Principal(acquire.tenant, acquire.application, acquire.key, acquire.service_class)
-    return Asked(
-        principal=principal,
-        alias=acquire.alias,
-        revision=acquire.revision,
-        body_digest=acquire.body_digest,
-        input_tokens=acquire.input_tokens,
-        input_bytes=acquire.input_bytes,
-        max_output_tokens=acquire.max_output_tokens,
-        choices=acquire.choices,
-        deadline_ms=acquire.deadline_left_ms,
-        is_quarantined=is_quarantined,
-    )

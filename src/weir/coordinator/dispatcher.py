@@ -92,6 +92,7 @@ class Dispatcher:
         self._pools: dict[str, PoolDomains] = {}
         self._queued: dict[ExecutionId, Execution] = {}
         self._lengths = OutputLengths()
+        self.may_grant: Callable[[], bool] = lambda: True
         settler.on_ended = self._ended
 
     # ── who waits ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -235,7 +236,7 @@ class Dispatcher:
             self._schedule(domains)
 
     def _schedule(self, domains: PoolDomains) -> None:
-        while domains.waiting and domains.view.lanes.free:
+        while domains.waiting and domains.view.lanes.free and self.may_grant():
             start = next_start(domains.queues(), domains.view.lanes.open.values(), self._fleet.prefixes)
             if start is None:
                 return

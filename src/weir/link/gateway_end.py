@@ -37,7 +37,7 @@ _log = structlog.get_logger("weir.link")
 
 _CONNECT_S = 3.0
 _RETRY_FIRST_S = 0.05
-_RETRY_MAX_S = 1.0
+_RETRY_MAX_S = 0.25
 _BEATS_MISSED = 3
 
 

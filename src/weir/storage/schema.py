@@ -2,7 +2,7 @@
 
 It decides columns, keys and indexes, and must stay portable: big integers, text, bytes and composite keys, nothing that only
 one database has. Executions are append-only rows (hold, step, settlement); the few rows that change are the cell's epoch, the
-balances, the counters and the catalog. `ledger_open` names the holds that have not ended, so that recovery reads only those.
+balances, the counters, the lease and the catalog. `ledger_open` names the holds that have not ended: what recovery reads.
 """
 
 from sqlalchemy import (
@@ -10,6 +10,7 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    DateTime,
     Float,
     Index,
     Integer,
@@ -147,6 +148,15 @@ REJECTION = Table(
     PrimaryKeyConstraint("tenant", "code", "minute_ms"),
     sqlite_with_rowid=False,
 )
+
+LEADER_LEASE = Table(
+    "leader_lease",
+    METADATA,
+    _row_number("id"),
+    _required("holder", Text),
+    Column("until", DateTime(timezone=True), nullable=False),
+)
+"""Who may be the coordinator, until when by the server's clock: one row at most. SQLite, with one process, leaves it empty."""
 
 # ── the catalog ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,0 +1,161 @@
+"""A cell that stands by: it leads once the one that leads is gone, frozen or stopped, and gateways find it by themselves."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.e2e.ending_stage import Caller, Stage, read_shown
+from tests.e2e.money_stage import Books
+from tests.e2e.running_cell import START_S, RunningCell, kill_if_running, spawn_cell, start_cell
+from tests.e2e.scripted_engine import Script, ScriptedEngine
+from tests.e2e.sse_client import ask, calling
+from tests.postgres_server import shared_server
+
+TAKEOVER_S = 10.0
+"""Twice what a frozen leader may take, because this machine may be busy: the benchmark measures."""
+SHORT = "heartbeat_ms = 500\nsilence_ms = 4000\nlease_ms = 8000\n"
+
+
+@dataclass
+class Pair:
+    """A cell that leads, one that stands by, and a gateway that knows both."""
+
+    books: Books
+    leader: RunningCell
+    standby: RunningCell
+    gateway: "subprocess.Popen[str]"
+    url: str
+
+    @property
+    def stage(self) -> Stage:
+        """The leader's management."""
+        return Stage(self.leader)
+
+    async def asked(self, caller: Caller, request_id: str, script: Script | None = None) -> int:
+        """The status of a whole answer through the gateway."""
+        body = {
+            "request_id": request_id,
+            "model_alias": "assistant",
+            "input": (script or Script()).prompt(),
+            "max_output_tokens": 50,
+        }
+        return (await ask(self.url, "/v1/generations", method="POST", key=caller.secret, body=body)).status
+
+    async def taken_over(self, caller: Caller, name: str) -> float:
+        """Seconds until the gateway serves again; every request until then must be refused as what helps to wait for."""
+        began = time.monotonic()
+        for number in range(1_000):
+            status = await self.asked(caller, f"{name}-{number}")
+            if status == 200:
+                return time.monotonic() - began
+            assert status == 503 and time.monotonic() - began < TAKEOVER_S, status
+            await asyncio.sleep(0.05)
+        raise AssertionError("it never served again")
+
+    def wait_standby_ready(self) -> Stage:
+        """The management of the cell that took over."""
+        ready_file, deadline = self.standby.state.with_suffix(".ready.json"), time.monotonic() + START_S
+        while not ready_file.exists():
+            assert self.standby.process.poll() is None and time.monotonic() < deadline, self.standby.tail()
+            time.sleep(0.02)
+        self.standby.ready = json.loads(ready_file.read_text())
+        return Stage(self.standby)
+
+
+def _config(path: Path) -> str:
+    return f'[link]\nlisten = "unix:{path}"\n{SHORT}'
+
+
+@pytest.fixture
+def pair(engine: ScriptedEngine, tmp_path: Path) -> Iterator[Pair]:
+    """Both on one database and one engine."""
+    url = shared_server().migrated_database(keep=True)
+    sockets = [tmp_path / "a", tmp_path / "b"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    leader = start_cell(first, "--database", url, engine=(engine.url,), config=_config(sockets[0]))
+    second.mkdir(mode=0o700)
+    shutil.copy(first / "secrets.json", second / "secrets.json")
+    standby = spawn_cell(second, "--database", url, "--standby", engine=(engine.url,), config=_config(sockets[1]))
+    command = [sys.executable, "-m", "weir.cli.main", "gateway"]
+    command += [word for path in sockets for word in ("--connect", f"unix:{path}")]
+    gateway = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert gateway.stdout is not None
+        yield Pair(Books(first, url), leader, standby, gateway, json.loads(gateway.stdout.readline())["url"])
+        assert "Traceback" not in leader.log.read_text() + standby.log.read_text()
+    finally:
+        for process in (leader.process, standby.process):
+            kill_if_running(process)
+        gateway.kill()
+        gateway.communicate(timeout=20)
+
+
+async def test_a_standby_takes_over_from_a_leader_that_is_killed(pair: Pair) -> None:
+    """Protects availability and money: new work goes on within seconds; what the dead one held is the platform's cost."""
+    caller = await pair.stage.caller()
+    assert await pair.asked(caller, "before") == 200
+    body = {
+        "request_id": "open",
+        "model_alias": "assistant",
+        "input": Script(tokens=500, gap_ms=20).prompt(),
+        "max_output_tokens": 600,
+        "stream": True,
+    }
+    async with calling(pair.url, "/v1/generations", body=body, headers={"authorization": f"Bearer {caller.secret}"}) as call:
+        assert await call.head() == 200
+        os.kill(pair.leader.process.pid, signal.SIGKILL)
+        await pair.taken_over(caller, "after")
+        shown = await read_shown(call)
+        assert (shown.status, shown.reason) == ("failed", "coordinator_lost")
+    stage = await asyncio.to_thread(pair.wait_standby_ready)
+    record = await stage.admin("GET", f"generations/{caller.tenant}/open")
+    assert (record["status"], record["finish_reason"], record["usage"]["cost_microusd"]) == ("failed", "coordinator_lost", 0)
+    assert (await ask(pair.url, "/v1/generations/before", key=caller.secret)).json["status"] == "completed"
+    await stage.check_quiet()
+    assert (await stage.admin("GET", f"ledger?tenant={caller.tenant}"))["open_holds"] == 0
+    assert (await pair.books.verified())["open holds"] == 0
+
+
+async def test_a_leader_that_froze_writes_nothing_once_another_leads(pair: Pair) -> None:
+    """Protects against two leaders: woken, the old one admits nothing, writes nothing, and ends saying why."""
+    caller = await pair.stage.caller()
+    assert await pair.asked(caller, "before") == 200
+    os.kill(pair.leader.process.pid, signal.SIGSTOP)
+    try:
+        await pair.taken_over(caller, "after")
+    finally:
+        os.kill(pair.leader.process.pid, signal.SIGCONT)
+    stage = await asyncio.to_thread(pair.wait_standby_ready)
+    assert await asyncio.to_thread(pair.leader.process.wait, 20) == 2
+    assert "A newer coordinator writes to this store" in pair.leader.tail()
+    assert await pair.asked(caller, "later") == 200
+    await stage.check_quiet()
+    assert (await pair.books.verified())["open holds"] == 0
+
+
+async def test_a_leader_that_stops_hands_over_at_once(pair: Pair) -> None:
+    """Protects a rolling restart: what runs is finished, and the standby leads without waiting for the lease."""
+    caller = await pair.stage.caller()
+    running = asyncio.get_running_loop().create_task(pair.asked(caller, "running", Script(tokens=40, gap_ms=20)))
+    await pair.stage.wait_status(caller, "running", "running")
+    pair.leader.process.send_signal(signal.SIGTERM)
+    assert await running == 200
+    assert await asyncio.to_thread(pair.leader.process.wait, 20) == 0
+    await pair.taken_over(caller, "after")
+    stage = await asyncio.to_thread(pair.wait_standby_ready)
+    assert (await stage.get(caller, "running")).json["status"] == "completed"
+
+
+def test_a_standby_needs_a_shared_database(tmp_path: Path) -> None:
+    """Protects operators: on SQLite there is nothing to stand by for, and the start says so."""
+    cell = spawn_cell(tmp_path / "state", "--standby")
+    assert cell.process.wait(START_S) == 2 and "--standby needs a PostgreSQL database" in cell.tail()
