@@ -6,6 +6,7 @@ The bounds between gateways and the coordinator are short here, so that what tak
 import asyncio
 import os
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -251,3 +252,37 @@ def test_a_cell_with_gateways_stops_cleanly(tmp_path_factory: pytest.TempPathFac
         assert "Traceback" not in cell.log.read_text()
     finally:
         kill_if_running(cell.process)
+
+
+async def test_a_killed_cell_can_be_started_again_at_once(engine: ScriptedEngine, tmp_path: Path) -> None:
+    """Protects restarts: gateways that outlive their cell for a moment give its address up, also with a stream open."""
+    cell = start_cell(tmp_path / "state", "--gateways", "2", engine=(engine.url,))
+    port = cell.ready["api"].rpartition(":")[2]
+    stage, again = Stage(cell), None
+    try:
+        async with streaming(stage, stage.demo_caller(), cell.ready["api"], "open"):
+            pids = gateway_pids(cell)
+            kill_if_running(cell.process)
+            again = await asyncio.to_thread(start_cell, cell.state, "--listen", f"127.0.0.1:{port}", engine=(engine.url,))
+            assert all(wait_process_gone(pid, 20) for pid in pids)
+            assert (await Stage(again).run(Stage(again).demo_caller(), Script(), "after", stream=False)).http == 200
+    finally:
+        kill_if_running(cell.process)
+        if again is not None:
+            assert again.stop() == 0
+
+
+def test_gateways_of_a_cell_need_no_token_of_links_from_elsewhere(tmp_path: Path) -> None:
+    """Protects a cell with both: what gateways of other hosts must show is nothing that its own have to."""
+    certificate, key, token = (tmp_path / name for name in ("certificate", "key", "token"))
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True, timeout=60)
+    token.write_text("t" * 40)
+    config = f"""[link]
+listen = "127.0.0.1:0"
+certificate_file = "{certificate}"
+private_key_file = "{key}"
+token_file = "{token}"
+"""
+    with running_cell(tmp_path / "state", "--gateways", "1", config=config) as cell:
+        assert len(cell.ready["gateways"]) == 1

@@ -159,3 +159,48 @@ def test_a_standby_needs_a_shared_database(tmp_path: Path) -> None:
     """Protects operators: on SQLite there is nothing to stand by for, and the start says so."""
     cell = spawn_cell(tmp_path / "state", "--standby")
     assert cell.process.wait(START_S) == 2 and "--standby needs a PostgreSQL database" in cell.tail()
+
+
+async def test_a_leader_that_is_replaced_ends_its_gateways_work_at_once(engine: ScriptedEngine, tmp_path: Path) -> None:
+    """Protects clients of the old one: its gateways are told, a whole answer gets its one refusal, and it exits soon."""
+    url = shared_server().migrated_database(keep=True)
+    old = start_cell(tmp_path / "old", "--database", url, "--gateways", "1", engine=(engine.url,))
+    try:
+        caller = await Stage(old).caller()
+        body = {"model_alias": "assistant", "input": Script(tokens=300, gap_ms=20).prompt(), "max_output_tokens": 400}
+        asking = asyncio.get_running_loop().create_task(
+            ask(old.ready["api"], "/v1/generations", method="POST", key=caller.secret, body={**body, "request_id": "old"})
+        )
+        await Stage(old).wait_status(caller, "old", "running")
+        new = start_cell(tmp_path / "new", "--database", url, engine=(engine.url,))
+        try:
+            answer = await asyncio.wait_for(asking, TAKEOVER_S)
+            assert (answer.status, answer.json["error"]["code"]) == (503, "coordinator_lost")
+            assert await asyncio.to_thread(old.process.wait, TAKEOVER_S) == 2
+            assert (await Stage(new).get(caller, "old")).json["status"] == "failed"
+        finally:
+            assert new.stop() == 0
+    finally:
+        kill_if_running(old.process)
+
+
+async def test_a_start_that_cannot_be_replaces_nobody(engine: ScriptedEngine, tmp_path: Path) -> None:
+    """Protects the leader: ports, bounds and files are looked at before another cell takes its place."""
+    url = shared_server().migrated_database(keep=True)
+    leader = start_cell(tmp_path / "leader", "--database", url, engine=(engine.url,))
+    try:
+        caller = await Stage(leader).caller()
+        taken = leader.ready["api"].removeprefix("http://")
+        wrong = {
+            "taken": (("--listen", taken), ""),
+            "bounds": ((), "[link]\nsilence_ms = 100\n"),
+            "files": ((), '[link]\nlisten = "127.0.0.1:0"\n'),
+        }
+        for name, (arguments, config) in wrong.items():
+            other = spawn_cell(tmp_path / name, "--database", url, *arguments, engine=(engine.url,), config=config)
+            assert await asyncio.to_thread(other.process.wait, START_S) == 2, other.tail()
+            assert "Traceback" not in other.tail()
+        assert (await Stage(leader).run(caller, Script(), "after", stream=False)).http == 200
+        assert leader.stop() == 0
+    finally:
+        kill_if_running(leader.process)

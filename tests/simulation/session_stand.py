@@ -30,6 +30,7 @@ from weir.sim.world import POOL, REVISION, Spec, first_snapshot, key_of, tenant_
 from weir.storage.memory import MemoryLedger, Operation
 from weir.telemetry import Telemetry
 
+CONFIG = CoordinatorConfig()
 INPUT_TOKENS = 100
 OUTPUT_TOKENS = 128
 REQUESTS_PER_MINUTE = 600
@@ -101,9 +102,15 @@ class Stand:
     leads: whether it may grant now.
     """
 
-    def __init__(self, ledger: MemoryLedger, recovered: Recovered, lanes: int, kv_tokens: int | None) -> None:
+    def __init__(
+        self,
+        ledger: MemoryLedger,
+        recovered: Recovered,
+        lanes: int,
+        kv_tokens: int | None,
+        config: CoordinatorConfig = CONFIG,
+    ) -> None:
         self.clock = StepClock(virtual_loop())
-        config = CoordinatorConfig()
         self.ledger, self.book, self.store_s = ledger, recovered.book, dict[Operation, float]()
         ledger.delay = self._delay
         self.fleet, self.leads = Fleet(self.clock), True
@@ -193,13 +200,18 @@ def virtual_loop() -> VirtualLoop:
     return loop
 
 
-def play(script: Callable[[Stand], Awaitable[None]], lanes: int = 1, kv_tokens: int | None = None) -> None:
+def play(
+    script: Callable[[Stand], Awaitable[None]],
+    lanes: int = 1,
+    kv_tokens: int | None = None,
+    config: CoordinatorConfig = CONFIG,
+) -> None:
     """Run a script against a fresh stand with two replicas of so many lanes and tokens of memory, and audit what is left."""
 
     async def scene() -> None:
         ledger = MemoryLedger()
         recovered = await recover(ledger, StepClock(virtual_loop()), first_snapshot(SPEC), GROUP_MS)
-        stand = Stand(ledger, recovered, lanes, kv_tokens)
+        stand = Stand(ledger, recovered, lanes, kv_tokens, config)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(stand.coordinator.run())
             await asyncio.sleep(0)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -11,7 +12,8 @@ from tests.simulation.session_stand import Stand
 
 from weir import errors
 from weir.core.ledger.records import ReleaseRecord, SettleRecord
-from weir.messages import Down, Ended, FleetView, SnapshotFresh
+from weir.gateway.inbox import Inbox
+from weir.messages import Down, Ended, FleetView, Register, SnapshotFresh
 from weir.sim.clients import Habits
 from weir.sim.random_source import seeded_random
 from weir.sim.virtual_loop import SeedFailed
@@ -409,3 +411,79 @@ def test_a_snapshot_that_is_too_old_admits_nothing(at_the_gateway: bool) -> None
             assert asked.answer.record is not None and asked.answer.record.status == "completed"
 
     play_front(script)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_deadline_is_kept_while_nothing_is_heard(stream: bool) -> None:
+    """Protects clients from a link that is away: at its deadline a request is refused, and nothing runs."""
+
+    async def script(stand: Stand, front: Front) -> None:
+        front.line.is_cut = True
+        asked = front.ask(stream=stream, deadline_ms=1_000)
+        await asyncio.sleep(0.9)
+        assert asked.done_s is None
+        await asyncio.sleep(0.2)
+        assert isinstance(asked.answer.refusal, errors.DeadlineUnmeetableNow)
+        assert front.engines_run == 0 and not stand.ledger.records
+
+    play_front(script)
+
+
+def test_a_grant_after_the_deadline_runs_nothing_and_costs_nothing() -> None:
+    """Protects the tenant: the question was on its way for longer than its deadline, and the answer finds nobody."""
+
+    async def script(stand: Stand, front: Front) -> None:
+        await asyncio.sleep(2)  # the first snapshot is on its way
+        asked = front.ask(deadline_ms=1_000)
+        await asyncio.sleep(10)
+        assert isinstance(asked.answer.refusal, errors.DeadlineUnmeetableNow)
+        ends = [record for record in stand.ledger.records if isinstance(record, SettleRecord | ReleaseRecord)]
+        assert len(ends) == 1 and ends[0].finish_reason == "deadline"
+        assert not isinstance(ends[0], SettleRecord) or (ends[0].cost_microusd, ends[0].platform_microusd) == (0, 0)
+
+    play_front(script, delay_s=1.5)
+
+
+def test_who_connects_to_a_coordinator_that_drains_is_told() -> None:
+    """Protects balancers: a gateway whose session began during the drain is not ready either."""
+
+    async def script(stand: Stand, front: Front) -> None:
+        running = front.ask()
+        await asyncio.sleep(1)
+        draining = front.tasks.create_task(stand.coordinator.drain(60_000))
+        late = Inbox(stand.clock)
+        await asyncio.sleep(0)
+        stand.coordinator.connect(Register("late"), late)
+        assert late.is_draining and front.inbox.is_draining
+        await draining
+        assert running.answer.record is not None
+
+    play_front(script)
+
+
+def test_another_coordinator_may_have_an_older_catalog() -> None:
+    """Protects a database that was restored: what the new coordinator works by counts, not the highest version."""
+
+    async def script(stand: Stand, front: Front) -> None:
+        newer = replace(front.inbox.snapshot, version=front.inbox.snapshot.version + 7)
+        front.inbox.deliver(newer)
+        front.inbox.deliver(replace(newer, version=newer.version - 1))
+        assert front.inbox.snapshot is newer
+        front.lose()
+        front.connect()
+        assert front.inbox.snapshot.version == newer.version - 7
+
+    play_front(script)
+
+
+@pytest.mark.parametrize("leaves_after_ms", [1_600, 2_500, 3_100])
+def test_who_leaves_while_its_grant_is_on_its_way_keeps_no_lane(leaves_after_ms: int) -> None:
+    """Protects replicas from lanes that nobody gives back: the client left before a decision, and the grant finds nobody."""
+
+    async def script(stand: Stand, front: Front) -> None:
+        await asyncio.sleep(2)  # the first snapshot is on its way
+        asked = front.ask(habits=Habits(leaves_after_ms=leaves_after_ms))
+        await asyncio.sleep(15)
+        assert asked.answer.record is None and stand.running == 0 and stand.executions.live_count == 0
+
+    play_front(script, delay_s=1.5)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 import structlog
@@ -115,6 +116,24 @@ async def test_a_change_that_could_not_be_read_back_comes_into_force() -> None:
         async with desk.refreshing():
             assert "acme" in (await desk.wait_published(1)).tenants
     assert [entry["event"] for entry in logs] == ["refresh_postponed", "catalog_refreshed"]
+
+
+async def test_a_gateway_that_is_behind_delays_its_own_change_only() -> None:
+    """Protects administrators: who waits for a part that is behind keeps no other change, and no refresh, from being made."""
+    desk = Desk()
+    may_go = asyncio.Event()
+
+    async def confirm(acknowledged: Acknowledgement) -> Acknowledgement:
+        await may_go.wait()
+        return replace(acknowledged, pending=("behind",))
+
+    desk.commands.confirm = confirm
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        made = [group.create_task(desk.commands.create_tenant("ann", name)) for name in ("acme", "globex")]
+        assert set((await desk.wait_published(2)).tenants) == {"acme", "globex"}
+        assert not await desk.commands.refresh()
+        may_go.set()
+    assert [task.result()[1].pending for task in made] == [("behind",)] * 2
 
 
 async def test_another_process_change_comes_into_force_once() -> None:

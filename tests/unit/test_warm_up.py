@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -138,6 +139,29 @@ def test_a_short_prompt_that_came_late_makes_no_input_cheap() -> None:
         return _measure(SimulatedEngine(SimulatedReplica(SLOW_ROW, noise=lambda ms: ms + 400 * (next(steps) == paused_step))))
 
     assert pace(0) == pace(OUTPUT_TOKENS) == pace(-1)
+
+
+class Alike(Listening):
+    """An engine that reports the same input for every prompt."""
+
+    def start(self, call: EngineCall, sink: EngineSink) -> EngineRun:
+        return super().start(call, _Counted(sink))
+
+
+class _Counted:
+    def __init__(self, sink: EngineSink) -> None:
+        self._sink = sink
+        self.on_deltas = sink.on_deltas
+
+    def on_end(self, end: EngineEnd) -> None:
+        self._sink.on_end(replace(end, usage=EngineUsage(10, 0, OUTPUT_TOKENS)))
+
+
+def test_an_engine_that_does_not_count_is_not_taken_for_a_slow_reader() -> None:
+    """Protects the door: where every prompt counts alike a moment's delay says nothing of a token, and must bound nothing."""
+    steps = count()
+    late = SimulatedReplica(SLOW_ROW, noise=lambda ms: ms + 400 * (next(steps) == 2 * OUTPUT_TOKENS))
+    assert _measure(Alike(SimulatedEngine(late))).input_ms == 0.001
 
 
 def test_a_slow_replica_reads_a_shorter_prompt() -> None:

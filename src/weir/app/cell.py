@@ -17,6 +17,7 @@ from weir import errors
 from weir.app.engine_choice import check_engine_names, check_further_pools, declare_models
 from weir.app.engine_clients import EngineClients
 from weir.app.fronts import Front, FrontParts, LinkedFront, OwnFront
+from weir.app.link_sockets import check_link
 from weir.app.listeners import Listeners
 from weir.app.running_view import RunningCell, gauges_of
 from weir.app.runtime import settle_garbage_collector, unless_stopped
@@ -116,6 +117,7 @@ class Cell:
         self._front: Front | None = None
         self._draining = False
         self._commands = Commands(stores.catalog, self._publish, self._clock, self._entropy)
+        self._commands.confirm = self._confirm
         threads = options.config.pool.threads
         launcher = LocalLauncher(threads=threads, start_ms=options.config.engine.start_ms, environment=environment_of_engine())
         self._supervisor = Supervisor(self._fleet, launcher, self._engines.of, options.config.engine, self._clock)
@@ -128,22 +130,25 @@ class Cell:
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[Ready], None]) -> None:
         """Serve until `stop` is set, then drain; set before it is ready, it ends the start. Raises what broke the cell."""
-        leadership = self._leadership
-        if leadership is None:
-            await self._run(stop, on_ready)
-        elif await unless_stopped(stop, self._win(leadership)):
-            async with asyncio.TaskGroup() as tasks:
-                leading = tasks.create_task(leadership.run())
-                await self._run(stop, on_ready)
-                leading.cancel()
-            await leadership.give_back()
+        options, leadership = self._options, self._leadership
+        check_link(self._config.link)  # a start that cannot be replaces nobody
+        self._terms()
+        async with Listeners(options.listen, self._config.gateway, self._telemetry, options.announce) as listeners:
+            if leadership is None:
+                await self._run(listeners, stop, on_ready)
+            elif await unless_stopped(stop, self._win(leadership)):
+                async with asyncio.TaskGroup() as tasks:
+                    leading = tasks.create_task(leadership.run())
+                    await self._run(listeners, stop, on_ready)
+                    leading.cancel()
+                await leadership.give_back()
 
     async def _win(self, leadership: Leadership) -> bool:
         if self._options.standby:
             self._options.announce("standing by until the cell that leads is gone")
         return await leadership.win(by_force=not self._options.standby)
 
-    async def _run(self, stop: asyncio.Event, on_ready: Callable[[Ready], None]) -> None:
+    async def _run(self, listeners: Listeners, stop: asyncio.Event, on_ready: Callable[[Ready], None]) -> None:
         secrets = await unless_stopped(stop, self._bootstrap())
         if secrets is None:
             return
@@ -161,9 +166,8 @@ class Cell:
         self._telemetry.read_gauges_from(
             lambda: gauges_of(coordinator, self._executions, recovered.book, self._fleet, lambda: recovered.journal.backlog)
         )
-        options = self._options
-        sockets = Listeners(options.listen, self._config.gateway, self._telemetry, options.announce)
-        async with sockets as listeners, asyncio.TaskGroup() as tasks:
+        listeners.begin()
+        async with asyncio.TaskGroup() as tasks:
             supervisor = tasks.create_task(self._supervisor.run())
             tasks.create_task(coordinator.run())
             watchdog = tasks.create_task(self._fail_when_broken())
@@ -290,10 +294,15 @@ class Cell:
 
     async def _publish(self, snapshot: Snapshot) -> Acknowledgement:
         """It is in force here when it was handed over, and everywhere once every gateway says so."""
-        if self._coordinator is None or self._front is None:
-            return Acknowledgement(snapshot.version)
-        self._coordinator.publish(await asyncio.to_thread(snapshot.serving, self._served_pools()))
-        return Acknowledgement(snapshot.version, await self._front.all_hold(snapshot.version, _ACKNOWLEDGE_MS))
+        if self._coordinator is not None:
+            self._coordinator.publish(await asyncio.to_thread(snapshot.serving, self._served_pools()))
+        return Acknowledgement(snapshot.version)
+
+    async def _confirm(self, acknowledged: Acknowledgement) -> Acknowledgement:
+        """The gateways that are behind after a bound."""
+        if self._front is None:
+            return acknowledged
+        return Acknowledgement(acknowledged.version, await self._front.all_hold(acknowledged.version, _ACKNOWLEDGE_MS))
 
     def _renew(self) -> None:
         """What is in force was checked against the store."""

@@ -16,7 +16,7 @@ from weir.app.gateway_keeper import GatewayKeeper
 from weir.app.link_sockets import needs_token, serving_configured, serving_unix, token_of
 from weir.app.listeners import Listeners
 from weir.app.servers import QuietServer
-from weir.config import StoreConfig, WeirConfig
+from weir.config import LinkConfig, StoreConfig, WeirConfig
 from weir.coordinator.coordinator import Coordinator
 from weir.gateway.inbox import Inbox
 from weir.gateway.pipeline import Gateway
@@ -136,6 +136,7 @@ class LinkedFront:
         self._keeper: GatewayKeeper | None = None
         self._serving: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
+        self._is_stopping = False
         self.inbox = Inbox(parts.clock)
         self.inbox.link = coordinator.connect(Register(parts.new_name("control")), self.inbox)
 
@@ -151,7 +152,8 @@ class LinkedFront:
         self._serving = tasks.create_task(self._run(listeners))
 
     async def _run(self, listeners: Listeners) -> None:
-        config = replace(self._parts.config, store=StoreConfig(), pools={})  # a gateway gets no credentials of a database
+        # A gateway gets no credentials of a database, and needs none for the socket of its own cell.
+        config = replace(self._parts.config, store=StoreConfig(), pools={}, link=LinkConfig())
         near, far = serving_unix(self._near_end, self._parts.folder), serving_configured(self._far_end, self._parts.config.link)
         async with near as path, far, asyncio.TaskGroup() as ends, asyncio.TaskGroup() as gateways:
             ends.create_task(self._near_end.run())
@@ -160,6 +162,18 @@ class LinkedFront:
                 self._keeper = GatewayKeeper(self._number, path, listeners.tenants, config)
                 gateways.create_task(self._keeper.run())
             self._started.set()
+            await self._until_over(listeners)
+
+    async def _until_over(self, listeners: Listeners) -> None:
+        """A stop waits for the gateways; a failure tells them at once that there is no coordinator any more."""
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            if self._own is None:
+                listeners.tenants.close()  # the gateways' copies are what clients reach
+            if not self._is_stopping:
+                self._near_end.abandon()
+                self._far_end.abandon()
 
     async def wait_ready(self) -> bool:
         """True, once all of this host's listen."""
@@ -176,5 +190,6 @@ class LinkedFront:
         if self._own is not None:
             await self._own.stop()
         assert self._serving is not None
+        self._is_stopping = True
         self._serving.cancel()
         await asyncio.wait([self._serving])

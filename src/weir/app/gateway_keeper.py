@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from weir.app.gateway_process import GatewayReady
-from weir.app.servers import listen, url_of
+from weir.app.servers import bind, url_of
 from weir.config import WeirConfig, environment_of_engine
 from weir.units import Millis
 
@@ -39,7 +39,7 @@ class GatewayKeeper:
         self._settings = msgspec.json.encode(config) + b"\n"
         self._stop_ms = config.coordinator.drain_grace_ms + _LAST_MS
         host = listener.getsockname()[0]
-        self._own = [listen(host, 0, config.gateway) for _ in range(number)]  # they stay when a gateway is started again
+        self._own = [bind(host, 0, config.gateway) for _ in range(number)]  # they stay when a gateway is started again
         self._ready: dict[int, GatewayReady] = {}
         self._all_ready = asyncio.Event()
 
@@ -66,7 +66,12 @@ class GatewayKeeper:
     async def _keep(self, number: int) -> None:
         backoff_s = _BACKOFF_FIRST_S
         while True:
-            process = await self._start(number)
+            try:
+                process = await self._start(number)
+            except OSError as fault:  # no descriptors, processes or memory now
+                _log.error("gateway_not_started", gateway=number + 1, reason=fault.strerror)
+                await asyncio.sleep(_BACKOFF_MAX_S)
+                continue
             try:
                 if await self._listens(number, process):
                     backoff_s = _BACKOFF_FIRST_S
@@ -100,6 +105,8 @@ class GatewayKeeper:
             self._ready[number] = msgspec.json.decode(line, type=GatewayReady)
         except (TimeoutError, msgspec.MsgspecError, ValueError):
             return False
+        found = self._ready[number]
+        _log.info("gateway_started", gateway=number + 1, url=found.url, metrics=found.metrics)
         if len(self._ready) == self._number:
             self._all_ready.set()
         return True

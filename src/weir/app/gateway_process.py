@@ -8,13 +8,16 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+import structlog
 
+from weir import errors
 from weir.api.tenant_app import TenantApp
 from weir.app.engine_clients import EngineClients
 from weir.app.runtime import settle_garbage_collector, unless_stopped
-from weir.app.servers import MetricsServer, raise_open_files, tenant_server, url_of, within_open_files
+from weir.app.servers import MetricsServer, begin_listening, raise_open_files, tenant_server, url_of, within_open_files
 from weir.clock import SystemClock, SystemEntropy
 from weir.config import WeirConfig
 from weir.gateway.inbox import Inbox
@@ -23,15 +26,25 @@ from weir.gateway.planning import Planner
 from weir.link.gateway_end import Connect, GatewayEnd
 from weir.telemetry import GaugeReading, Telemetry, snapshot_gauges
 
+_log = structlog.get_logger("weir.gateway")
+
+_LINK_ENDS_S = 0.1
+"""The end of a cell shows on its gateways' inputs a moment before it shows on their links."""
+
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """How a gateway was asked to start. connect: addresses of coordinators. listeners: the one of its own first."""
+    """How a gateway was asked to start. connect: addresses of coordinators. listeners: bound, the one of its own first.
+
+    metrics: (host, port). orphaned: set when the cell that started it is no more, or is done with it.
+    """
 
     connect: Sequence[Connect]
     token: str
     listeners: Sequence[socket.socket]
     config: WeirConfig
+    metrics: tuple[str, int]
+    orphaned: asyncio.Event
 
 
 class GatewayReady(msgspec.Struct, frozen=True):
@@ -54,6 +67,7 @@ class GatewayProcess:
         self._link = GatewayEnd(self._clock, options.connect, options.token, self._inbox, self._new_name)
         self._link.on_lost = self._inbox.lose
         self._draining = False
+        self._refused: errors.LinkFault | None = None
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def _new_name(self) -> str:
@@ -61,19 +75,31 @@ class GatewayProcess:
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[GatewayReady], None]) -> None:
         """Serve until `stop`, then drain. Raises what broke the gateway, and LinkFault where no coordinator takes it."""
-        metrics = MetricsServer("127.0.0.1", 0, self._telemetry)
+        asyncio.get_running_loop().set_exception_handler(self._loop_fault)
+        metrics = MetricsServer(*self._options.metrics, self._telemetry)
         try:
             async with asyncio.TaskGroup() as tasks:
-                link = tasks.create_task(self._link.run())
+                link = tasks.create_task(self._keep_link(stop))
                 if await unless_stopped(stop, self._link.opened.wait()):
                     await self._serve(tasks, stop, lambda: on_ready(self._ready(metrics)))
                     await self._link.leave()
                 link.cancel()
+            if self._refused is not None:
+                raise self._refused
         finally:
             await self._engines.aclose()
             await asyncio.to_thread(metrics.close)
             for listener in self._options.listeners:
                 listener.close()
+
+    async def _keep_link(self, stop: asyncio.Event) -> None:
+        """A coordinator that refuses for good ends the gateway, but not what its clients read in the middle of a word."""
+        try:
+            await self._link.run()
+        except errors.LinkFault as refused:
+            self._refused = refused
+            self._inbox.lose()
+            stop.set()
 
     async def _serve(self, tasks: asyncio.TaskGroup, stop: asyncio.Event, tell_ready: Callable[[], None]) -> None:
         gateway = self._compose()
@@ -82,11 +108,17 @@ class GatewayProcess:
         config = within_open_files(self._options.config.gateway, raise_open_files())
         app = TenantApp(gateway, self._clock, self._entropy, config, self._is_ready, self._fail)
         server = tenant_server(app, config)
+        for listener in self._options.listeners:
+            begin_listening(listener, config)
         serving = tasks.create_task(server.serve(sockets=list(self._options.listeners)))
         settle_garbage_collector()
         tell_ready()
         await stop.wait()
         self._draining = True
+        if self._options.orphaned.is_set():
+            server.refuse_connections()  # the next cell needs the address
+            await asyncio.sleep(_LINK_ENDS_S)
+            self._link.give_up()
         await gateway.drain(self._options.config.coordinator.drain_grace_ms)
         server.should_exit = True
         await serving
@@ -126,3 +158,10 @@ class GatewayProcess:
 
     async def _fail_when_broken(self) -> None:
         await self._broken
+
+    def _loop_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback of the loop failed; a broken invariant in it ends the gateway."""
+        fault = context.get("exception")
+        _log.error("loop_fault", message=context.get("message"), fault=type(fault).__name__, exc_info=fault)
+        if isinstance(fault, AssertionError):
+            self._fail(fault)

@@ -21,6 +21,7 @@ _UNIX = "unix:"
 _UNIX_BYTES_MAX = 100
 """Of a socket's path, on every system."""
 _TOKEN_CHARS_MIN = 32
+_HANDSHAKE_S = 3.0
 
 
 def address_of(text: str, config: LinkConfig) -> Connect:
@@ -77,6 +78,15 @@ def _tls(field: str, make: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
         raise errors.InvalidRequest(f"{field} cannot be used: {fault.strerror}.", members={"field": field}) from fault
 
 
+def check_link(config: LinkConfig) -> None:
+    """Whether what a coordinator needs for its links is there, before it leads. Raises InvalidRequest."""
+    if needs_token(config):
+        assert config.listen is not None
+        host_and_port(config.listen, "link.listen")
+        token_of(config)
+        _server_tls(config)
+
+
 def token_of(config: LinkConfig) -> str:
     """What links over TCP show. Raises InvalidRequest."""
     path = _file(config.token_file, "link.token_file")
@@ -100,7 +110,9 @@ async def _listening(end: CoordinatorEnd, address: str, config: LinkConfig) -> a
     loop = asyncio.get_running_loop()
     if needs_token(config):
         host, port = host_and_port(address, "link.listen")
-        return await loop.create_server(end.accept, host, port, ssl=_server_tls(config))
+        return await loop.create_server(
+            end.accept, host, port, ssl=_server_tls(config), ssl_handshake_timeout=_HANDSHAKE_S, reuse_address=True
+        )
     path = Path(address.removeprefix(_UNIX))
     server = await loop.create_unix_server(end.accept, str(path))
     await asyncio.to_thread(path.chmod, 0o600)
@@ -137,13 +149,24 @@ async def serving_configured(end: CoordinatorEnd, config: LinkConfig) -> AsyncIt
         return
     try:
         server = await _listening(end, config.listen, config)
-    except OSError as fault:
+    except (OSError, UnicodeError) as fault:
         raise errors.InvalidRequest(
-            f"Cannot listen on {config.listen}: {fault.strerror}.", members={"field": "link.listen"}
+            f"Cannot listen on {config.listen}: {getattr(fault, 'strerror', None) or fault}.", members={"field": "link.listen"}
         ) from fault
+    path = None if needs_token(config) else Path(config.listen.removeprefix(_UNIX))
+    identity = _identity(path) if path is not None else None
     try:
         yield
     finally:
         server.close()
-        if not needs_token(config):
-            await asyncio.to_thread(Path(config.listen.removeprefix(_UNIX)).unlink, missing_ok=True)
+        if path is not None and _identity(path) == identity:
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Of a socket's file: another cell may have put its own in its place."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -1,4 +1,4 @@
-"""The sockets of a cell: bound at once, so that the ready file can name them, closed at the end."""
+"""The sockets of a cell, bound before anything else: a start that cannot have them changes nothing. Closed at the end."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,7 +9,8 @@ from weir.app.servers import (
     MetricsServer,
     QuietServer,
     admin_server,
-    listen,
+    begin_listening,
+    bind,
     raise_open_files,
     tenant_server,
     url_of,
@@ -33,8 +34,8 @@ class Listeners:
         room = self._config.connections_max
         if room < config.connections_max:
             announce(f"room for {room} connections: half of the open files that this process may have")
-        self.tenants = listen(host, port, config)
-        self._admin = listen("127.0.0.1", port and port + 1, config)
+        self.tenants = bind(host, port, config)
+        self._admin = bind("127.0.0.1", port and port + 1, config)
         self._metrics = MetricsServer("127.0.0.1", port and port + 2, telemetry)
         self.api_url = url_of(self.tenants)
         self.admin_url = url_of(self._admin)
@@ -47,6 +48,11 @@ class Listeners:
         await asyncio.to_thread(self._metrics.close)
         self.tenants.close()
         self._admin.close()
+
+    def begin(self) -> None:
+        """Take connections, which wait until they are served. Raises InvalidRequest."""
+        for listener in (self.tenants, self._admin):
+            begin_listening(listener, self._config)
 
     def serve_tenants(self, tasks: asyncio.TaskGroup, app: TenantApp) -> QuietServer:
         """Start the tenant side."""

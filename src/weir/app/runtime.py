@@ -2,8 +2,11 @@
 
 import asyncio
 import gc
+import sys
 from collections.abc import Coroutine
 from typing import Any, TypeVar
+
+from weir import errors
 
 Result = TypeVar("Result")
 
@@ -16,6 +19,12 @@ def settle_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS, 10, 10)
+
+
+def refuse_stripped_assertions() -> None:
+    """Assertions guard the ledger; an interpreter that strips them must not serve. Raises InvalidRequest."""
+    if sys.flags.optimize:
+        raise errors.InvalidRequest("Weir refuses to run under python -O, which strips assertions.")
 
 
 async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:

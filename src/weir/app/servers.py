@@ -46,18 +46,23 @@ class QuietServer(uvicorn.Server):
         """Leave signals alone."""
         yield
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more connections, hear those out that were just made, then close."""
+    def refuse_connections(self) -> None:
+        """Give the addresses up at once; who is connected is served on."""
         for server in self.servers:
             server.close()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more connections, hear those out that were just made, then close."""
+        self.refuse_connections()
         await asyncio.sleep(_LAST_REQUESTS_S)
         await super().shutdown(sockets)
 
 
-def listen(host: str, port: int, config: GatewayConfig, *, shared: bool = False) -> socket.socket:
-    """A listening socket whose accepted sockets have a bounded send buffer. Raises InvalidRequest when the address is taken.
+def bind(host: str, port: int, config: GatewayConfig, *, shared: bool = False) -> socket.socket:
+    """A bound socket whose accepted sockets have a bounded send buffer. Raises InvalidRequest when the address is taken.
 
-    shared: with other processes that ask for the same; the system spreads connections over them.
+    It takes connections once `begin_listening` was called. shared: with other processes that ask for the same; the system
+    spreads connections over them.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -67,12 +72,20 @@ def listen(host: str, port: int, config: GatewayConfig, *, shared: bool = False)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, config.socket_buffer_bytes)
         listener.bind((host, port))
-        listener.listen(config.backlog)
     except OSError as fault:
         listener.close()
         raise _cannot_listen(host, port, fault) from fault
     listener.setblocking(False)
     return listener
+
+
+def begin_listening(listener: socket.socket, config: GatewayConfig) -> None:
+    """Take connections, which wait for whoever serves them. Raises InvalidRequest when another process was quicker."""
+    try:
+        listener.listen(config.backlog)
+    except OSError as fault:
+        host, port = listener.getsockname()[:2]
+        raise _cannot_listen(host, port, fault) from fault
 
 
 def _cannot_listen(host: str, port: int, fault: OSError) -> errors.InvalidRequest:

@@ -15,7 +15,8 @@ import uvloop
 from weir import errors
 from weir.app.gateway_process import GatewayOptions, GatewayProcess, GatewayReady
 from weir.app.link_sockets import address_of, host_and_port, token_of
-from weir.app.servers import listen
+from weir.app.runtime import refuse_stripped_assertions
+from weir.app.servers import bind
 from weir.config import WeirConfig, load_config
 from weir.telemetry import configure_logs
 
@@ -31,23 +32,27 @@ def gateway(
         str | None, typer.Option("--listen", help="HOST:PORT of the tenant API, which gateways of a host may share.")
     ] = None,
     own: Annotated[str, typer.Option("--own", help="HOST:PORT where only this gateway answers; port 0 = any.")] = "127.0.0.1:0",
+    metrics: Annotated[str, typer.Option("--metrics", help="HOST:PORT of its metrics; port 0 = any.")] = "127.0.0.1:0",
     config: Annotated[Path | None, typer.Option("--config", help="A weir.toml; the coordinator's, or the same limits.")] = None,
     inherited: Annotated[list[int] | None, typer.Option("--inherited", hidden=True)] = None,
 ) -> None:
     """Run one gateway, which authenticates, counts, relays and reports, and decides nothing that another must know."""
     try:
+        refuse_stripped_assertions()
         settings = load_config(config) if not inherited else _settings_from_input()
         configure_logs(json=settings.log.json)
         listeners = [_inherited(descriptor) for descriptor in inherited or ()]
         if not listeners:
-            listeners.append(listen(*host_and_port(own, "--own"), settings.gateway))
+            listeners.append(bind(*host_and_port(own, "--own"), settings.gateway))
         if listen_on is not None:
-            listeners.append(listen(*host_and_port(listen_on, "--listen"), settings.gateway, shared=True))
+            listeners.append(bind(*host_and_port(listen_on, "--listen"), settings.gateway, shared=True))
         options = GatewayOptions(
             connect=[address_of(text, settings.link) for text in connect],
             token=token_of(settings.link) if settings.link.token_file is not None else "",
             listeners=listeners,
             config=settings,
+            metrics=host_and_port(metrics, "--metrics"),
+            orphaned=asyncio.Event(),
         )
         uvloop.run(_serve(options, is_child=bool(inherited)))
     except errors.WeirError as refusal:
@@ -72,7 +77,7 @@ async def _serve(options: GatewayOptions, *, is_child: bool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _stop_or_leave, stop)
     if is_child:
-        loop.add_reader(sys.stdin.fileno(), _input_over, stop)
+        loop.add_reader(sys.stdin.fileno(), _input_over, stop, options.orphaned)
     try:
         await GatewayProcess(options).run(stop, _tell_ready)
     except* errors.WeirError as failures:
@@ -88,9 +93,10 @@ def _stop_or_leave(stop: asyncio.Event) -> None:
     stop.set()
 
 
-def _input_over(stop: asyncio.Event) -> None:
+def _input_over(stop: asyncio.Event, orphaned: asyncio.Event) -> None:
     """Nothing is ever written to it: what can be read is its end."""
     asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+    orphaned.set()
     stop.set()
 
 

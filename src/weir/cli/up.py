@@ -14,6 +14,7 @@ import uvloop
 
 from weir import errors
 from weir.app.cell import CellOptions, Ready, run_cell
+from weir.app.runtime import refuse_stripped_assertions
 from weir.config import StoreConfig, load_config
 from weir.telemetry import configure_logs
 
@@ -46,8 +47,8 @@ def up(
     first_answer: Annotated[bool, typer.Option("--first-answer", help="Stream one answer once ready.")] = False,
 ) -> None:
     """Start the platform: coordinator, control and gateways, on SQLite or PostgreSQL, with its engines."""
-    _refuse_stripped_assertions()
     try:
+        refuse_stripped_assertions()
         settings = load_config(config)
         if database is not None:
             settings = replace(settings, store=StoreConfig(url=database))
@@ -66,13 +67,6 @@ def up(
     except errors.WeirError as refusal:
         typer.echo(f"weir: {refusal.detail}", err=True)
         raise typer.Exit(2) from refusal
-
-
-def _refuse_stripped_assertions() -> None:
-    """Assertions guard the ledger; an interpreter that strips them must not serve."""
-    if sys.flags.optimize:
-        typer.echo("weir: refuses to run under python -O, which strips assertions.", err=True)
-        raise typer.Exit(2)
 
 
 async def _serve(options: CellOptions, *, first_answer: bool) -> None:

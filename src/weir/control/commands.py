@@ -9,7 +9,7 @@ This module never sees a request, a token, or a stored secret in clear.
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
@@ -70,6 +70,10 @@ _APPLY_ATTEMPTS_MAX = 5
 """A conflict needs another administrator's change within the milliseconds of ours; five in a row are a fault elsewhere."""
 
 
+async def _as_it_is(acknowledged: Acknowledgement) -> Acknowledgement:
+    return acknowledged
+
+
 class TenantChanges(TypedDict, total=False):
     """Fields of a tenant to change; None and absent ones stay."""
 
@@ -93,6 +97,8 @@ class Commands:
         self._clock = clock
         self._entropy = entropy
         self._turn = asyncio.Lock()
+        self.confirm: Callable[[Acknowledgement], Awaitable[Acknowledgement]] = _as_it_is
+        """Waits, within a bound, until the parts of the cell work by what was published."""
         self._catalog: Catalog | None = None  # as it was read last, with our changes since
         self.published = Snapshot()
         """The last that was published; the parts of the cell have it, or are getting it."""
@@ -346,8 +352,12 @@ class Commands:
                     if changed is None:
                         continue
                     catalog = changed
-                return result, await self._put_in_force(catalog)
-        raise errors.AlreadyExists("Others are changing the catalog; send the request again.", should_retry=True)
+                in_force = await self._put_in_force(catalog)
+                break
+            else:
+                detail = "Others are changing the catalog; send the request again."
+                raise errors.AlreadyExists(detail, should_retry=True)
+        return result, await self.confirm(in_force)  # not in our turn: others need not wait for a gateway that is behind
 
     async def refresh(self) -> bool:
         """Publish what is stored if that is newer than what was published last; whether it was."""

@@ -21,6 +21,7 @@ LONG_TOKENS_MAX: Tokens = 2_000
 WARM_UP_MS: Millis = 60_000
 _LONG_MS: Millis = 5_000  # a long prompt that would take longer to read is made shorter
 _LEAST_MS = 0.001
+_TELLING_TOKENS: Tokens = 16
 _BYTES_PER_TOKEN = 4  # where nobody counts
 _SHORT = "Name one river that flows to the sea."
 _LONG = ("Rain", "over", "high", "land", "went", "down", "past", "mill", "gate", "weir")  # with a space, 5 bytes a word
@@ -81,9 +82,12 @@ class WarmUp:
 
 
 def _pace_of(short: _Timed, long: _Timed) -> ReplicaPace:
-    """The line through both first outputs. Later tokens that did not come one by one count as the fixed part of a first."""
-    input_tokens = max(1, long.input_tokens - short.input_tokens)
-    input_ms = _at_least((long.first_ms - short.first_ms) / input_tokens)
+    """The line through both first outputs. Later tokens that did not come one by one count as the fixed part of a first.
+
+    Where both prompts count nearly alike, as from an engine that does not count, a moment's delay would pass for the pace.
+    """
+    input_tokens = long.input_tokens - short.input_tokens
+    input_ms = _at_least((long.first_ms - short.first_ms) / input_tokens) if input_tokens >= _TELLING_TOKENS else _LEAST_MS
     first_ms = _at_least(short.first_ms - input_ms * short.input_tokens)
     later_tokens = short.later_tokens + long.later_tokens
     output_ms = (short.later_ms + long.later_ms) / later_tokens if later_tokens else first_ms

@@ -188,6 +188,8 @@ class Coordinator:
         session = self._sessions.open(register.session, inbox)
         inbox.deliver(self._snapshot)
         inbox.deliver(FleetView(self._fleet.ready_addresses()))
+        if self._draining:
+            inbox.deliver(Draining())
         return LocalLink(self.receive, session)
 
     def lose(self, session: str) -> None:

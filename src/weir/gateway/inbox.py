@@ -18,11 +18,13 @@ from weir.messages import (
     Draining,
     FleetView,
     Found,
+    Granted,
     Lookup,
     ReplicaAddress,
     SnapshotFresh,
     StandingFound,
     StandingView,
+    Stopped,
 )
 from weir.ports import Clock, CoordinatorLink
 from weir.units import Millis, Nanos, ms_from_ns, ns_from_ms
@@ -58,6 +60,7 @@ class Inbox:
         self.snapshot = Snapshot()
         self.link: CoordinatorLink | None = None
         self.is_lost = self.is_draining = False
+        self._version_floor = 0
         self._listeners: dict[int, Listener] = {}
         self._queries: dict[int, asyncio.Future[Found | StandingFound]] = {}
         self._ready: dict[str, list[ReplicaAddress]] = {}
@@ -112,26 +115,34 @@ class Inbox:
         if not isinstance(message, _OF_THE_SESSION):
             if (listener := self._listeners.get(message.ref)) is not None:
                 listener.deliver(message)
+            elif isinstance(message, Granted) and self.link is not None:
+                self.link.send(Stopped(message.ref, message.attempt))  # it left before a decision; the lane waits for a word
+        elif isinstance(message, Found | StandingFound):
+            answer = self._queries.pop(message.query, None)
+            if answer is not None and not answer.done():
+                answer.set_result(message)
+        else:
+            self._learn(message)
+
+    def _learn(self, message: Snapshot | SnapshotFresh | FleetView | Draining) -> None:
+        """What the whole session is to know."""
+        if isinstance(message, Snapshot):
+            if message.version >= self._version_floor:
+                self.snapshot, self._version_floor = message, message.version
         elif isinstance(message, SnapshotFresh):
             self._fresh_until_ns = self._clock.monotonic_ns() + ns_from_ms(message.valid_ms)
         elif isinstance(message, Draining):
             self.is_draining = True
-        elif isinstance(message, Snapshot):
-            if message.version >= self.snapshot.version:
-                self.snapshot = message
-        elif isinstance(message, FleetView):  # a session begins with one
+        else:  # the fleet, with which a session begins
             self.is_lost = False
             self._ready = {}
             for replica in message.ready:
                 self._ready.setdefault(replica.revision, []).append(replica)
-        else:
-            answer = self._queries.pop(message.query, None)
-            if answer is not None and not answer.done():
-                answer.set_result(message)
 
     def lose(self) -> None:
         """The session is lost: what waits for its coordinator waits in vain."""
         self.is_lost, self.is_draining = True, False
+        self._version_floor = 0  # another coordinator's word counts, also if its database was restored
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(errors.CoordinatorLost(_LOST, retry_after_ms=LOST_RETRY_MS))

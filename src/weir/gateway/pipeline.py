@@ -30,6 +30,8 @@ from weir.units import Millis, Tokens, ms_from_ns, ns_from_ms
 
 _TICK_S = 0.25
 _LAST_WRITES_S = 5.0
+_STANDING_S = 0.25
+"""How long headers wait for a coordinator whose link is away."""
 _DRAINING_RETRY_MS: Millis = 1_000
 _ID_BYTES = 12
 
@@ -150,8 +152,17 @@ class Gateway:
             return
         ids = Ids(relay.ref, plan.request.request_id or self._new_id("req"), self._new_id("gen"))
         acquire = acquire_of(plan, ids, self._planner.digest(plan), self._planner.prefix(plan), surface, waited_ns)
-        assert self.inbox.link is not None
+        assert self.inbox.link is not None and self._parts is not None
         self.inbox.link.send(acquire)
+        left_s = plan.deadline_ms / 1e3 - waited_ns / 1e9
+        deadline = self._parts.loop.call_later(left_s, relay.stop, FinishReason.DEADLINE)
+        try:
+            await self._serve_decided(relay, plan, answer, ids)
+        finally:
+            deadline.cancel()
+
+    async def _serve_decided(self, relay: Relay, plan: Plan, answer: Answer, ids: Ids) -> None:
+        """Wait for the decision, which may be late or never come, and go on by it."""
         await relay.until(lambda: relay.decision is not None or relay.is_over)
         match relay.decision:
             case Rejected() as rejected:
@@ -161,19 +172,16 @@ class Gateway:
                 await self._run_admitted(relay, plan, answer, accepted)
             case None if relay.is_lost and not relay.shows_no_answer:
                 await self._refuse(_without_coordinator(), answer)
+            case None if relay.is_too_late and not relay.shows_no_answer:
+                detail = "Nothing was decided before the deadline."
+                await self._refuse(errors.DeadlineUnmeetableNow(detail, retry_after_ms=LOST_RETRY_MS), answer)
             case None:
                 self._telemetry.left_early.inc()
 
     async def _run_admitted(self, relay: Relay, plan: Plan, answer: Answer, accepted: Accepted) -> None:
-        assert self._parts is not None
-        left_ns = answer.client.read_ns + ns_from_ms(plan.deadline_ms) - self._clock.monotonic_ns()
-        deadline = self._parts.loop.call_later(max(0, left_ns) / 1e9, relay.stop, FinishReason.DEADLINE)
-        try:
-            if plan.request.stream:
-                await self._open_stream(relay, answer, accepted)
-            await relay.until(lambda: relay.is_over)
-        finally:
-            deadline.cancel()
+        if plan.request.stream:
+            await self._open_stream(relay, answer, accepted)
+        await relay.until(lambda: relay.is_over)
         if relay.record is not None and not relay.shows_no_answer:
             await self._wait_until_durable(relay, plan, answer, relay.record)
         await self._end(relay, answer, accepted, streamed=plan.request.stream)
@@ -228,8 +236,9 @@ class Gateway:
     async def standing(self, principal: Principal, alias: str) -> StandingView:
         """The caller's per-minute limits, for headers of what the coordinator did not see; none while it is lost."""
         try:
-            return await self.inbox.standing(principal.tenant, principal.application, principal.key, alias)
-        except errors.CoordinatorLost:
+            async with asyncio.timeout(_STANDING_S):
+                return await self.inbox.standing(principal.tenant, principal.application, principal.key, alias)
+        except (errors.CoordinatorLost, TimeoutError):
             return StandingView()
 
     def _new_id(self, kind: str) -> str:

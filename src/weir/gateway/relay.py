@@ -151,6 +151,11 @@ class Relay:
         return self.record is not None or self.is_lost or (self._cause is not None and not isinstance(self.decision, Admitted))
 
     @property
+    def is_too_late(self) -> bool:
+        """Whether it ended because its deadline passed."""
+        return self._cause is FinishReason.DEADLINE
+
+    @property
     def is_open(self) -> bool:
         """Whether the headers of a stream are out."""
         return self._opened

@@ -111,6 +111,7 @@ class CoordinatorEnd:
         self._token = token
         self._sessions: dict[str, _RemoteSession] = {}
         self._links: set[Channel] = set()
+        self._is_abandoned = False
         self._tasks: asyncio.TaskGroup | None = None
         self._change: tuple[Snapshot, Snapshot, list[SnapshotPart]] | None = None
         self._reckoning = asyncio.Lock()
@@ -152,10 +153,18 @@ class CoordinatorEnd:
         else:
             endpoint.send(SnapshotFresh(fresh_ms))
 
+    def abandon(self) -> None:
+        """The coordinator is no more: every gateway is told that what it carries is lost, and none is heard again."""
+        self._is_abandoned = True
+        gone = frame(Kind.REFUSED, encode(Refused("The coordinator is gone.", is_final=False)), epoch=self._epoch)
+        for channel in list(self._links):
+            channel.write(gone)
+            channel.finish()
+
     # ── links ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _opened(self, channel: Channel) -> None:
-        if len(self._links) >= LINKS_MAX:
+        if self._is_abandoned or len(self._links) >= LINKS_MAX:
             channel.close()
             return
         self._links.add(channel)
@@ -186,7 +195,7 @@ class CoordinatorEnd:
             raise errors.LinkFault("A link did not begin with a greeting.")
         hello = decode_hello(found.body)
         version = agreed_version(hello)
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+        if self._token and not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             self._refuse(channel, Refused("The token of this link is another.", is_final=True))
         elif version is None:
             self._refuse(channel, Refused("Gateway and coordinator share no version of their messages.", is_final=True))

@@ -79,6 +79,7 @@ class GatewayEnd:
         self._over = asyncio.Event()
         self._name = names()
         self._former = ""
+        self._last_reason = ""
         self._endpoint = self._begin()
         self.on_lost: Callable[[], None] = lambda: None
         self.terms: Terms | None = None
@@ -87,6 +88,11 @@ class GatewayEnd:
     def send(self, message: Up) -> None:
         """Never blocks, never raises."""
         self._endpoint.send(message)
+
+    def give_up(self) -> None:
+        """Lose the session unless there is a link: whoever had the coordinator is gone."""
+        if self._endpoint.epoch and not self._endpoint.is_attached:
+            self._lose("its coordinator is gone")
 
     async def leave(self) -> None:
         """Say that nothing more comes; `run` is to be cancelled then."""
@@ -127,15 +133,21 @@ class GatewayEnd:
                 await connect(lambda: channel)
                 self._greet(channel)
                 await welcomed
-        except (OSError, TimeoutError, errors.LinkFault) as fault:
+        except (OSError, TimeoutError, UnicodeError, errors.LinkFault) as fault:
             if isinstance(fault, errors.LinkFault) and fault.is_final:
                 raise
+            self._tell_once(f"{type(fault).__name__}: {fault}")
             return False
         finally:
             self._greeting = None
             if not self._endpoint.uses(channel):
                 channel.close()
         return True
+
+    def _tell_once(self, reason: str) -> None:
+        if reason != self._last_reason:
+            _log.warning("no_coordinator", reason=reason)
+            self._last_reason = reason
 
     def _greet(self, channel: Channel) -> None:
         body = encode(Hello(self._name, self._token, former=self._former))
@@ -211,6 +223,8 @@ class GatewayEnd:
         """One frame. Raises LinkFault."""
         if channel.session is None:
             self._on_welcome(channel, found)
+        elif found.kind is Kind.REFUSED and self._endpoint.uses(channel):
+            self._lose("its coordinator is gone")
         elif found.kind is not Kind.BATCH or found.epoch < self._highest_epoch:
             raise errors.LinkFault("An older coordinator speaks.")
         elif self._endpoint.uses(channel):
