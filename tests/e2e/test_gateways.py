@@ -4,6 +4,7 @@ The bounds between gateways and the coordinator are short here, so that what tak
 """
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -91,6 +92,17 @@ async def test_every_gateway_serves_knows_and_cancels_every_request(stage: Stage
         assert (await ask(url, "/readyz")).status == 200
         assert (await ask(url, "/v1/models", key=caller.secret)).status == 200
     await stage.check_ended(caller, "across", "client", "tenant")
+
+
+async def test_each_gateway_shows_its_own_metrics(stage: Stage) -> None:
+    """Protects dashboards: where a gateway's metrics are is logged as it starts, and they say whether it is linked."""
+    lines = [json.loads(line) for line in stage.cell.log.read_text().splitlines() if '"gateway_started"' in line]
+    latest = {line["gateway"]: line for line in lines}
+    assert {line["url"] for line in latest.values()} == set(stage.cell.ready["gateways"])
+    for line in latest.values():
+        text = (await ask(line["metrics"], "/metrics")).body.decode()
+        assert "weir_gateway_linked 1.0" in text and "weir_gateway_requests_in_flight 0.0" in text
+        assert "weir_snapshot_valid_seconds" in text
 
 
 async def test_one_id_at_two_gateways_runs_once(stage: Stage) -> None:

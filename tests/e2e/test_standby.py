@@ -195,9 +195,12 @@ async def test_a_start_that_cannot_be_replaces_nobody(engine: ScriptedEngine, tm
             "taken": (("--listen", taken), ""),
             "bounds": ((), "[link]\nsilence_ms = 100\n"),
             "files": ((), '[link]\nlisten = "127.0.0.1:0"\n'),
+            "folder": ((), '[link]\nlisten = "unix:/nowhere/at/all"\n'),
+            "engine": ((), "[engine]\nstart_ms = 1000\n"),
         }
         for name, (arguments, config) in wrong.items():
-            other = spawn_cell(tmp_path / name, "--database", url, *arguments, engine=(engine.url,), config=config)
+            serving = ("http://127.0.0.1:9",) if name == "engine" else (engine.url,)
+            other = spawn_cell(tmp_path / name, "--database", url, *arguments, engine=serving, config=config)
             assert await asyncio.to_thread(other.process.wait, START_S) == 2, other.tail()
             assert "Traceback" not in other.tail()
         assert (await Stage(leader).run(caller, Script(), "after", stream=False)).http == 200

@@ -172,6 +172,13 @@ def test_a_slow_replica_reads_a_shorter_prompt() -> None:
     assert len(_words(engine.calls[-1])) < 100
 
 
+def test_a_replica_that_reads_for_seconds_has_a_pace() -> None:
+    """Protects the door: the slowest reader is the last that may be taken for one that reads at once."""
+    quick = _measure(SimulatedEngine(SimulatedReplica(SLOW_ROW))).input_ms
+    slowest = _measure(SimulatedEngine(SimulatedReplica(SLOW_ROW, noise=lambda duration_ms: duration_ms * 60))).input_ms
+    assert slowest > 10 * quick
+
+
 def test_a_cache_that_remembers_an_earlier_warm_up_changes_nothing() -> None:
     """Protects the pace of a replica that was warmed up before: its prefix cache does not make it look faster."""
 

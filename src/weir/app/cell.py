@@ -17,7 +17,7 @@ from weir import errors
 from weir.app.engine_choice import check_engine_names, check_further_pools, declare_models
 from weir.app.engine_clients import EngineClients
 from weir.app.fronts import Front, FrontParts, LinkedFront, OwnFront
-from weir.app.link_sockets import check_link
+from weir.app.link_sockets import LinkListener
 from weir.app.listeners import Listeners
 from weir.app.running_view import RunningCell, gauges_of
 from weir.app.runtime import settle_garbage_collector, unless_stopped
@@ -27,6 +27,7 @@ from weir.clock import SystemClock, SystemEntropy
 from weir.config import WeirConfig, environment_of_engine
 from weir.control.bootstrap import BootstrapSecrets, bootstrap, draft_keys, shown_secrets
 from weir.control.commands import Commands
+from weir.control.declared_models import DeclaredModels
 from weir.control.pruning import Pruning
 from weir.control.refresh import Refresh
 from weir.control.supervisor import Supervisor
@@ -113,6 +114,7 @@ class Cell:
         )
         lease = stores.lease
         self._leadership = Leadership(lease, self._clock, self._entropy.token(12).hex()) if lease is not None else None
+        self._links = LinkListener(options.config.link)
         self._coordinator: Coordinator | None = None
         self._front: Front | None = None
         self._draining = False
@@ -131,15 +133,17 @@ class Cell:
     async def run(self, stop: asyncio.Event, on_ready: Callable[[Ready], None]) -> None:
         """Serve until `stop` is set, then drain; set before it is ready, it ends the start. Raises what broke the cell."""
         options, leadership = self._options, self._leadership
-        check_link(self._config.link)  # a start that cannot be replaces nobody
+        models = await unless_stopped(stop, self._declared())  # what may refuse a start comes before it replaces a cell
+        if models is None:
+            return
         self._terms()
         async with Listeners(options.listen, self._config.gateway, self._telemetry, options.announce) as listeners:
             if leadership is None:
-                await self._run(listeners, stop, on_ready)
+                await self._run(models, listeners, stop, on_ready)
             elif await unless_stopped(stop, self._win(leadership)):
                 async with asyncio.TaskGroup() as tasks:
                     leading = tasks.create_task(leadership.run())
-                    await self._run(listeners, stop, on_ready)
+                    await self._run(models, listeners, stop, on_ready)
                     leading.cancel()
                 await leadership.give_back()
 
@@ -148,8 +152,10 @@ class Cell:
             self._options.announce("standing by until the cell that leads is gone")
         return await leadership.win(by_force=not self._options.standby)
 
-    async def _run(self, listeners: Listeners, stop: asyncio.Event, on_ready: Callable[[Ready], None]) -> None:
-        secrets = await unless_stopped(stop, self._bootstrap())
+    async def _run(
+        self, models: DeclaredModels, listeners: Listeners, stop: asyncio.Event, on_ready: Callable[[Ready], None]
+    ) -> None:
+        secrets = await unless_stopped(stop, self._bootstrap(models))
         if secrets is None:
             return
         await self._commands.refresh()
@@ -188,16 +194,14 @@ class Cell:
             for task in upkeep:
                 task.cancel()
 
-    async def _bootstrap(self) -> BootstrapSecrets:
+    async def _declared(self) -> DeclaredModels:
+        """What the engines of this start serve. Raises EngineError."""
+        folder, engine = self._stores.directory.path / "models", self._engines.of(EngineKind.OPENAI)
+        return await declare_models(self._options.engines, self._config, folder, engine, self._options.announce)
+
+    async def _bootstrap(self, models: DeclaredModels) -> BootstrapSecrets:
         """Demo catalog on an empty state directory; the models of this start in any case."""
-        options, directory = self._options, self._stores.directory
-        models = await declare_models(
-            options.engines,
-            self._config,
-            directory.path / "models",
-            self._engines.of(EngineKind.OPENAI),
-            options.announce,
-        )
+        directory = self._stores.directory
         if not directory.bootstrap_keys:
             directory.keep_bootstrap_keys(draft_keys(self._entropy))
         await bootstrap(self._commands, models, directory.bootstrap_keys)
@@ -232,6 +236,7 @@ class Cell:
             telemetry=self._telemetry,
             config=self._config,
             folder=self._stores.directory.path,
+            links=self._links,
             terms=self._terms(),
             epoch=epoch,
             is_ready=self._is_ready,
@@ -288,6 +293,7 @@ class Cell:
     async def aclose(self) -> None:
         """Nothing is ready any more, and no engine is spoken to."""
         self.remove_ready_files()
+        self._links.close()
         await self._engines.aclose()
 
     # ── while it runs ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ from typing import Protocol
 from weir.api.tenant_app import TenantApp
 from weir.app.engine_clients import EngineClients
 from weir.app.gateway_keeper import GatewayKeeper
-from weir.app.link_sockets import needs_token, serving_configured, serving_unix, token_of
+from weir.app.link_sockets import LinkListener, serving_unix
 from weir.app.listeners import Listeners
 from weir.app.servers import QuietServer
 from weir.config import LinkConfig, StoreConfig, WeirConfig
@@ -34,6 +34,7 @@ class FrontParts:
     """What both kinds work with. is_ready: whether new work is welcome; on_broken: a broken invariant ends the cell.
 
     terms: what gateways are told. epoch: the coordinator's. folder: of this process alone.
+    links: where those come in that the cell does not start itself.
     """
 
     clock: Clock
@@ -41,6 +42,7 @@ class FrontParts:
     telemetry: Telemetry
     config: WeirConfig
     folder: Path
+    links: LinkListener
     terms: Terms
     epoch: int
     is_ready: Callable[[], bool]
@@ -129,10 +131,8 @@ class LinkedFront:
         self._parts = parts
         self._number = number
         self._own = own
-        link = parts.config.link
-        token = token_of(link) if needs_token(link) else ""
         self._near_end = CoordinatorEnd(parts.clock, coordinator, parts.epoch, parts.terms)
-        self._far_end = CoordinatorEnd(parts.clock, coordinator, parts.epoch, parts.terms, token)
+        self._far_end = CoordinatorEnd(parts.clock, coordinator, parts.epoch, parts.terms, parts.links.token)
         self._keeper: GatewayKeeper | None = None
         self._serving: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
@@ -154,7 +154,7 @@ class LinkedFront:
     async def _run(self, listeners: Listeners) -> None:
         # A gateway gets no credentials of a database, and needs none for the socket of its own cell.
         config = replace(self._parts.config, store=StoreConfig(), pools={}, link=LinkConfig())
-        near, far = serving_unix(self._near_end, self._parts.folder), serving_configured(self._far_end, self._parts.config.link)
+        near, far = serving_unix(self._near_end, self._parts.folder), self._parts.links.serving(self._far_end)
         async with near as path, far, asyncio.TaskGroup() as ends, asyncio.TaskGroup() as gateways:
             ends.create_task(self._near_end.run())
             ends.create_task(self._far_end.run())

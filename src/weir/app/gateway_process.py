@@ -17,7 +17,15 @@ from weir import errors
 from weir.api.tenant_app import TenantApp
 from weir.app.engine_clients import EngineClients
 from weir.app.runtime import settle_garbage_collector, unless_stopped
-from weir.app.servers import MetricsServer, begin_listening, raise_open_files, tenant_server, url_of, within_open_files
+from weir.app.servers import (
+    MetricsServer,
+    QuietServer,
+    begin_listening,
+    raise_open_files,
+    tenant_server,
+    url_of,
+    within_open_files,
+)
 from weir.clock import SystemClock, SystemEntropy
 from weir.config import WeirConfig
 from weir.gateway.inbox import Inbox
@@ -112,19 +120,25 @@ class GatewayProcess:
             begin_listening(listener, config)
         serving = tasks.create_task(server.serve(sockets=list(self._options.listeners)))
         settle_garbage_collector()
+        await server.is_up.wait()
         tell_ready()
+        orphanage = tasks.create_task(self._when_orphaned(server))
         await stop.wait()
         self._draining = True
-        if self._options.orphaned.is_set():
-            server.refuse_connections()  # the next cell needs the address
-            await asyncio.sleep(_LINK_ENDS_S)
-            self._link.give_up()
         await gateway.drain(self._options.config.coordinator.drain_grace_ms)
         server.should_exit = True
         await serving
         gateway.close()
         await running
+        orphanage.cancel()
         watchdog.cancel()
+
+    async def _when_orphaned(self, server: QuietServer) -> None:
+        """The next cell needs the address, and nobody else decides about what is carried."""
+        await self._options.orphaned.wait()
+        server.refuse_connections()
+        await asyncio.sleep(_LINK_ENDS_S)
+        self._link.give_up()
 
     def _compose(self) -> Gateway:
         terms = self._link.terms

@@ -6,6 +6,7 @@ A Unix socket is its owner's alone (mode 0600 in a directory of mode 0700), so i
 import asyncio
 import contextlib
 import os
+import socket
 import ssl
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -78,15 +79,6 @@ def _tls(field: str, make: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
         raise errors.InvalidRequest(f"{field} cannot be used: {fault.strerror}.", members={"field": field}) from fault
 
 
-def check_link(config: LinkConfig) -> None:
-    """Whether what a coordinator needs for its links is there, before it leads. Raises InvalidRequest."""
-    if needs_token(config):
-        assert config.listen is not None
-        host_and_port(config.listen, "link.listen")
-        token_of(config)
-        _server_tls(config)
-
-
 def token_of(config: LinkConfig) -> str:
     """What links over TCP show. Raises InvalidRequest."""
     path = _file(config.token_file, "link.token_file")
@@ -106,19 +98,6 @@ def _file(path: str | None, field: str) -> str:
     return path
 
 
-async def _listening(end: CoordinatorEnd, address: str, config: LinkConfig) -> asyncio.AbstractServer:
-    loop = asyncio.get_running_loop()
-    if needs_token(config):
-        host, port = host_and_port(address, "link.listen")
-        return await loop.create_server(
-            end.accept, host, port, ssl=_server_tls(config), ssl_handshake_timeout=_HANDSHAKE_S, reuse_address=True
-        )
-    path = Path(address.removeprefix(_UNIX))
-    server = await loop.create_unix_server(end.accept, str(path))
-    await asyncio.to_thread(path.chmod, 0o600)
-    return server
-
-
 @contextlib.asynccontextmanager
 async def serving_unix(end: CoordinatorEnd, folder: Path) -> AsyncIterator[Path]:
     """Serve links on a Unix socket of this user's own: in the folder, or elsewhere if that has too long a name for one."""
@@ -136,37 +115,92 @@ async def serving_unix(end: CoordinatorEnd, folder: Path) -> AsyncIterator[Path]
             path.unlink(missing_ok=True)
 
 
-def needs_token(config: LinkConfig) -> bool:
-    """Whether links come over TCP."""
-    return config.listen is not None and not config.listen.startswith(_UNIX)
+class LinkListener:
+    """Where `link.listen` says. What it needs is looked at, and its port bound, before the cell leads; token: what links show.
+
+    Raises InvalidRequest.
+    """
+
+    def __init__(self, config: LinkConfig) -> None:
+        self._path: Path | None = None
+        self._socket: socket.socket | None = None
+        self._tls: ssl.SSLContext | None = None
+        self.token = ""
+        if config.listen is None:
+            return
+        if config.listen.startswith(_UNIX):
+            self._path = _checked_path(config.listen.removeprefix(_UNIX))
+        else:
+            address = host_and_port(config.listen, "link.listen")
+            self.token, self._tls = token_of(config), _server_tls(config)
+            self._socket = _bound(*address)
+
+    @contextlib.asynccontextmanager
+    async def serving(self, end: CoordinatorEnd) -> AsyncIterator[None]:
+        """Serve links there, if anywhere. Raises InvalidRequest when another process was quicker."""
+        try:
+            server = await self._listening(end)
+        except OSError as fault:
+            raise _cannot_listen(str(self._path or "link.listen"), fault) from fault
+        identity = _identity(self._path)
+        try:
+            yield
+        finally:
+            if server is not None:
+                server.close()
+            if self._path is not None and _identity(self._path) == identity:
+                await asyncio.to_thread(self._path.unlink, missing_ok=True)
+
+    async def _listening(self, end: CoordinatorEnd) -> asyncio.AbstractServer | None:
+        loop = asyncio.get_running_loop()
+        if self._socket is not None:
+            assert self._tls is not None
+            return await loop.create_server(end.accept, sock=self._socket, ssl=self._tls, ssl_handshake_timeout=_HANDSHAKE_S)
+        if self._path is None:
+            return None
+        server = await loop.create_unix_server(end.accept, str(self._path))
+        await asyncio.to_thread(self._path.chmod, 0o600)
+        return server
+
+    def close(self) -> None:
+        """Give the port up."""
+        if self._socket is not None:
+            self._socket.close()
 
 
-@contextlib.asynccontextmanager
-async def serving_configured(end: CoordinatorEnd, config: LinkConfig) -> AsyncIterator[None]:
-    """Serve links where `link.listen` says. Raises InvalidRequest."""
-    if config.listen is None:
-        yield
-        return
+def _checked_path(text: str) -> Path:
+    """The path of a socket that can be made. Raises InvalidRequest."""
+    path = Path(text)
+    if not text or len(os.fsencode(path)) > _UNIX_BYTES_MAX or not os.access(path.parent, os.W_OK):
+        detail = (
+            f"link.listen takes unix:PATH of at most {_UNIX_BYTES_MAX} bytes in a directory that can be written, not {text!r}."
+        )
+        raise errors.InvalidRequest(detail, members={"field": "link.listen"})
+    return path
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Raises InvalidRequest."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        server = await _listening(end, config.listen, config)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
     except (OSError, UnicodeError) as fault:
-        raise errors.InvalidRequest(
-            f"Cannot listen on {config.listen}: {getattr(fault, 'strerror', None) or fault}.", members={"field": "link.listen"}
-        ) from fault
-    path = None if needs_token(config) else Path(config.listen.removeprefix(_UNIX))
-    identity = _identity(path) if path is not None else None
-    try:
-        yield
-    finally:
-        server.close()
-        if path is not None and _identity(path) == identity:
-            await asyncio.to_thread(path.unlink, missing_ok=True)
+        listener.close()
+        raise _cannot_listen(f"{host}:{port}", fault) from fault
+    listener.setblocking(False)
+    return listener
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _cannot_listen(where: str, fault: Exception) -> errors.InvalidRequest:
+    reason = getattr(fault, "strerror", None) or fault
+    return errors.InvalidRequest(f"Cannot listen on {where}: {reason}.", members={"field": "link.listen"})
+
+
+def _identity(path: Path | None) -> tuple[int, int] | None:
     """Of a socket's file: another cell may have put its own in its place."""
     try:
-        found = path.stat()
+        found = path.stat() if path is not None else None
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return (found.st_dev, found.st_ino) if found is not None else None

@@ -39,7 +39,16 @@ def within_open_files(config: GatewayConfig, open_files: int) -> GatewayConfig:
 
 
 class QuietServer(uvicorn.Server):
-    """uvicorn without its own signal handling: the cell drains first."""
+    """uvicorn without its own signal handling: the cell drains first. is_up: set once it serves."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve."""
+        await super().startup(sockets)
+        self.is_up.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

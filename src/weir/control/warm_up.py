@@ -59,7 +59,8 @@ class WarmUp:
     def _long_prompt(self, short: _Timed) -> str:
         """About a quarter of the window, within the bounds of tokens and, by the short prompt's pace, of time."""
         readable = int(short.input_tokens * _LONG_MS / max(short.first_ms, _LEAST_MS))
-        tokens = min(self.address.context_tokens // 4, LONG_TOKENS_MAX, readable)
+        telling = short.input_tokens + 3 * _TELLING_TOKENS  # shorter, it would show nothing
+        tokens = min(self.address.context_tokens // 4, LONG_TOKENS_MAX, max(readable, telling))
         return " ".join(islice(cycle(_LONG), max(1, tokens * 4 // 5)))
 
     async def _generate(self, text: str) -> _Timed:

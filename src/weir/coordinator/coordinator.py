@@ -187,6 +187,8 @@ class Coordinator:
         """Open a session for a gateway in this process; it gets the snapshot and the fleet at once."""
         session = self._sessions.open(register.session, inbox)
         inbox.deliver(self._snapshot)
+        if (fresh_ms := self.fresh_ms) is not None:
+            inbox.deliver(SnapshotFresh(fresh_ms))
         inbox.deliver(FleetView(self._fleet.ready_addresses()))
         if self._draining:
             inbox.deliver(Draining())

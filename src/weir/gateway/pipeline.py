@@ -174,7 +174,7 @@ class Gateway:
                 await self._refuse(_without_coordinator(), answer)
             case None if relay.is_too_late and not relay.shows_no_answer:
                 detail = "Nothing was decided before the deadline."
-                await self._refuse(errors.DeadlineUnmeetableNow(detail, retry_after_ms=LOST_RETRY_MS), answer)
+                await self._refuse(errors.DeadlineExceeded(detail), answer)
             case None:
                 self._telemetry.left_early.inc()
 

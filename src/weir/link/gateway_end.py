@@ -79,7 +79,7 @@ class GatewayEnd:
         self._over = asyncio.Event()
         self._name = names()
         self._former = ""
-        self._last_reason = ""
+        self._reasons: dict[Connect, str] = {}  # told already, of each address, since there was a coordinator
         self._endpoint = self._begin()
         self.on_lost: Callable[[], None] = lambda: None
         self.terms: Terms | None = None
@@ -136,7 +136,7 @@ class GatewayEnd:
         except (OSError, TimeoutError, UnicodeError, errors.LinkFault) as fault:
             if isinstance(fault, errors.LinkFault) and fault.is_final:
                 raise
-            self._tell_once(f"{type(fault).__name__}: {fault}")
+            self._tell_once(connect, f"{type(fault).__name__}: {fault}")
             return False
         finally:
             self._greeting = None
@@ -144,10 +144,10 @@ class GatewayEnd:
                 channel.close()
         return True
 
-    def _tell_once(self, reason: str) -> None:
-        if reason != self._last_reason:
+    def _tell_once(self, connect: Connect, reason: str) -> None:
+        if self._reasons.get(connect) != reason:
             _log.warning("no_coordinator", reason=reason)
-            self._last_reason = reason
+            self._reasons[connect] = reason
 
     def _greet(self, channel: Channel) -> None:
         body = encode(Hello(self._name, self._token, former=self._former))
@@ -165,6 +165,7 @@ class GatewayEnd:
             raise errors.LinkFault("The session was lost.")  # the next greeting opens a new one
         self._endpoint.epoch = found.epoch
         self.terms = welcome.terms
+        self._reasons.clear()
         greeting.channel.greeted(self._endpoint)
         self._endpoint.attach(greeting.channel, found.received)
         _log.info("coordinator_connected", session=self._name, epoch=found.epoch)
