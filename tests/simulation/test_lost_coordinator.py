@@ -423,7 +423,7 @@ def test_a_deadline_is_kept_while_nothing_is_heard(stream: bool) -> None:
         await asyncio.sleep(0.9)
         assert asked.done_s is None
         await asyncio.sleep(0.2)
-        assert isinstance(asked.answer.refusal, errors.DeadlineExceeded)
+        assert isinstance(asked.answer.refusal, errors.DeadlineUnmeetableNow)
         assert front.engines_run == 0 and not stand.ledger.records
 
     play_front(script)
@@ -436,7 +436,7 @@ def test_a_grant_after_the_deadline_runs_nothing_and_costs_nothing() -> None:
         await asyncio.sleep(2)  # the first snapshot is on its way
         asked = front.ask(deadline_ms=1_000)
         await asyncio.sleep(10)
-        assert isinstance(asked.answer.refusal, errors.DeadlineExceeded)
+        assert isinstance(asked.answer.refusal, errors.DeadlineUnmeetableNow)
         ends = [record for record in stand.ledger.records if isinstance(record, SettleRecord | ReleaseRecord)]
         assert len(ends) == 1 and ends[0].finish_reason == "deadline"
         assert not isinstance(ends[0], SettleRecord) or (ends[0].cost_microusd, ends[0].platform_microusd) == (0, 0)

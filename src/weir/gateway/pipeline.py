@@ -174,7 +174,9 @@ class Gateway:
                 await self._refuse(_without_coordinator(), answer)
             case None if relay.is_too_late and not relay.shows_no_answer:
                 detail = "Nothing was decided before the deadline."
-                await self._refuse(errors.DeadlineExceeded(detail), answer)
+                members = {"predicted_ms": plan.deadline_ms, "deadline_ms": plan.deadline_ms}  # at least as long as it waited
+                refusal = errors.DeadlineUnmeetableNow(detail, members=members, retry_after_ms=LOST_RETRY_MS)
+                await self._refuse(refusal, answer)
             case None:
                 self._telemetry.left_early.inc()
 
