@@ -317,13 +317,13 @@ class Coordinator:
     def _refusal_of_state(self) -> errors.WeirError | None:
         if self._draining or self._closed:
             return errors.Draining("The platform is draining.", retry_after_ms=_LATE_RETRY_MS)
-        if not self._leads():
-            return errors.CoordinatorLost("Another coordinator takes over.", retry_after_ms=_LATE_RETRY_MS)
         if self.fresh_ms == 0:
             detail = "The approved configuration could not be checked for too long."
             return errors.SnapshotExpired(detail, retry_after_ms=_LATE_RETRY_MS)
         if self._store_watch.is_late:
             return errors.LedgerUnavailable("The ledger cannot be written now.")
+        if not self._leads():
+            return errors.CoordinatorLost("Another coordinator takes over.", retry_after_ms=_LATE_RETRY_MS)
         return None
 
     def _take(self, session: Session, asked: Acquire, admit: Admit, offer: Offer) -> None:
