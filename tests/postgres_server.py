@@ -20,6 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import asyncpg
 from sqlalchemy import make_url
 
 from weir.storage.postgres_database import prepare_postgres
@@ -215,3 +216,14 @@ def stop_servers() -> None:
     for server in _started:
         server.remove()
     _started.clear()
+
+
+async def waiting_pid(connection: "asyncpg.Connection[asyncpg.Record]") -> int:
+    """The server process of whoever waits for a lock in this connection's database, once somebody does."""
+    async with asyncio.timeout(10):
+        while True:
+            await connection.execute("SELECT pg_stat_clear_snapshot()")
+            waiting = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+            found = await connection.fetchval(waiting)
+            if found is not None:
+                return int(found)

@@ -330,7 +330,7 @@ class FleetView(msgspec.Struct, frozen=True, tag="fleet"):
     ready: tuple[ReplicaAddress, ...]
 
 
-Down: TypeAlias = (
+Told: TypeAlias = (
     Admitted
     | Granted
     | Rejected
@@ -345,5 +345,7 @@ Down: TypeAlias = (
     | FleetView
     | Draining
     | SnapshotFresh
-    | Snapshot
 )
+"""What a coordinator tells its gateways, apart from snapshots, which a wire carries in parts."""
+
+Down: TypeAlias = Told | Snapshot

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import asyncpg
 import pytest
 from tests.contract.link_stand import HandClock
-from tests.postgres_server import PostgresServer, shared_server
+from tests.postgres_server import PostgresServer, shared_server, waiting_pid
 
 from weir import errors
 from weir.ports import LeaderLease
@@ -172,17 +172,6 @@ async def foreign(url: str) -> AsyncIterator[Foreign]:
     connection = await asyncpg.connect(url)
     yield connection
     await connection.close()
-
-
-async def waiting_pid(foreign: Foreign) -> int:
-    """The server process of whoever waits for a lock, once somebody does."""
-    async with asyncio.timeout(10):
-        while True:
-            await foreign.execute("SELECT pg_stat_clear_snapshot()")
-            waiting = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-            found = await foreign.fetchval(waiting)
-            if found is not None:
-                return int(found)
 
 
 async def test_its_time_is_the_servers_and_passes_by_itself(leases: Leases, foreign: Foreign) -> None:

@@ -11,7 +11,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, make_url
 from tests.contract.stores import T0_MS, execution, hold, settle, step
-from tests.postgres_server import PostgresServer, shared_server
+from tests.postgres_server import PostgresServer, shared_server, waiting_pid
 
 from weir import errors
 from weir.core.ledger.records import LedgerRecord
@@ -50,17 +50,6 @@ def group(first_seq: int, name: str) -> list[LedgerRecord]:
     return [hold(first_seq, named), step(first_seq + 1, named), settle(first_seq + 2, named, cost=40)]
 
 
-async def writer_waits(foreign: "asyncpg.Connection[asyncpg.Record]") -> int:
-    """The server process of a write that waits for the cell's row, once it does."""
-    async with asyncio.timeout(10):
-        while True:
-            await foreign.execute("SELECT pg_stat_clear_snapshot()")
-            waiting = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-            found = await foreign.fetchval(waiting)
-            if found is not None:
-                return int(found)
-
-
 async def check_landed_once(ledger: PostgresLedger, requests: int) -> None:
     """Every group so far is there exactly once, and the books agree."""
     [row] = await ledger.usage(UsageQuery())
@@ -78,7 +67,7 @@ async def test_a_connection_killed_in_the_middle_of_a_write(
     async with foreign.transaction():
         await foreign.execute("SELECT * FROM cell FOR UPDATE")
         interrupted = asyncio.get_running_loop().create_task(ledger.write(epoch, group(4, "killed")))
-        await foreign.execute("SELECT pg_terminate_backend($1)", await writer_waits(foreign))
+        await foreign.execute("SELECT pg_terminate_backend($1)", await waiting_pid(foreign))
         with pytest.raises(errors.LedgerUnavailable) as lost:
             await interrupted
         assert not lost.value.not_written
@@ -110,7 +99,7 @@ async def test_a_takeover_may_take_longer_than_a_write(
     async with foreign.transaction():
         await foreign.execute("LOCK TABLE ledger_balance IN ACCESS EXCLUSIVE MODE")
         taking_over = asyncio.get_running_loop().create_task(ledger.open_epoch(0))
-        await writer_waits(foreign)
+        await waiting_pid(foreign)
         await foreign.execute("SELECT pg_sleep($1)", (4 * STATEMENT_MS + 1_000) / 1000)  # the client's grace, too
         assert not taking_over.done()
     recovery = await taking_over
@@ -126,7 +115,7 @@ async def test_a_cancelled_caller_leaves_the_write_whole(
     async with foreign.transaction():
         await foreign.execute("SELECT * FROM cell FOR UPDATE")
         caller = asyncio.get_running_loop().create_task(ledger.write(epoch, group(1, "left")))
-        await writer_waits(foreign)
+        await waiting_pid(foreign)
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
             await caller
@@ -142,7 +131,7 @@ async def test_a_write_that_meets_its_own_earlier_try_is_refused(
     async with foreign.transaction():
         await foreign.execute("UPDATE cell SET last_seq = 3")  # what a first try does before it commits
         repeated = asyncio.get_running_loop().create_task(ledger.write(epoch, [*group(1, "tried"), *group(4, "next")]))
-        await writer_waits(foreign)
+        await waiting_pid(foreign)
     with pytest.raises(errors.LedgerUnavailable) as overlapped:
         await repeated
     assert overlapped.value.not_written
@@ -159,7 +148,7 @@ async def test_a_replaced_writer_waits_and_is_refused(
     async with foreign.transaction():
         await foreign.execute("UPDATE cell SET epoch = epoch + 1")
         write = asyncio.get_running_loop().create_task(ledger.write(old.epoch, group(1, "zombie")))
-        await writer_waits(foreign)
+        await waiting_pid(foreign)
     with pytest.raises(errors.LedgerUnavailable) as overlapped:
         await write
     assert overlapped.value.not_written
@@ -179,7 +168,7 @@ async def test_reports_have_time_and_connections_of_their_own(
             await foreign.execute("LOCK TABLE usage_rollup, rejection, ledger_late")
             reports = [tasks.create_task(ledger.usage(UsageQuery())) for _ in range(4)]
             refusals = tasks.create_task(ledger.rejections())
-            await writer_waits(foreign)
+            await waiting_pid(foreign)
             await foreign.execute("SELECT pg_sleep($1)", 2 * STATEMENT_MS / 1000)
             assert await ledger.find_execution("acme", "one") is not None
         assert [(await report)[0].requests for report in reports] == [1] * 4

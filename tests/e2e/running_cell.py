@@ -38,6 +38,17 @@ class RunningCell:
         owner = next(entry for entry in self.ready["tenants"] if entry["name"] == tenant)
         return str(next(entry["key"] for entry in owner["applications"] if entry["name"] == application))
 
+    def wait_ready(self) -> None:
+        """Wait for its ready file, and read it; killed after a bound."""
+        ready_file = self.state.with_suffix(".ready.json")
+        deadline = time.monotonic() + START_S
+        while not ready_file.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                kill_if_running(self.process)
+                raise AssertionError(f"the cell did not start: {self.tail()}")
+            time.sleep(0.02)
+        self.ready = json.loads(ready_file.read_text())
+
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Signal it and wait for its exit status; killed after a bound."""
         if self.process.poll() is None:
@@ -57,14 +68,7 @@ class RunningCell:
 def start_cell(state: Path, *arguments: str, engine: Sequence[str] = ("simulated",), config: str = "") -> RunningCell:
     """Start a cell and wait until its ready file is there."""
     cell = spawn_cell(state, *arguments, engine=engine, config=config)
-    ready_file = state.with_suffix(".ready.json")
-    deadline = time.monotonic() + START_S
-    while not ready_file.exists():
-        if cell.process.poll() is not None or time.monotonic() > deadline:
-            kill_if_running(cell.process)
-            raise AssertionError(f"the cell did not start: {cell.tail()}")
-        time.sleep(0.02)
-    cell.ready = json.loads(ready_file.read_text())
+    cell.wait_ready()
     return cell
 
 

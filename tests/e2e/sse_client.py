@@ -104,7 +104,7 @@ class Call:
                 if "data" in fields:
                     self.seen.append(Event(fields.get("event", ""), fields.get("id", ""), fields["data"]))
                     yield self.seen[-1]
-        assert not text, "the stream ended within an event"
+        assert not text, f"{self.status}: it ended within an event, or is none: {text[:200]!r}"
 
     def leave(self) -> None:
         """Close the connection, whatever was not read."""

@@ -63,11 +63,7 @@ class Pair:
 
     def wait_standby_ready(self) -> Stage:
         """The management of the cell that took over."""
-        ready_file, deadline = self.standby.state.with_suffix(".ready.json"), time.monotonic() + START_S
-        while not ready_file.exists():
-            assert self.standby.process.poll() is None and time.monotonic() < deadline, self.standby.tail()
-            time.sleep(0.02)
-        self.standby.ready = json.loads(ready_file.read_text())
+        self.standby.wait_ready()
         return Stage(self.standby)
 
 

@@ -55,6 +55,17 @@ def standing_by(life: Leadership) -> asyncio.Task[bool]:
     return asyncio.get_running_loop().create_task(life.win())
 
 
+async def one_follows(
+    candidates: Candidates, phase_s: float
+) -> tuple[Leadership, Leadership, asyncio.Task[None], asyncio.Task[bool]]:
+    """One has led for so long, and another stands by: both, and what each of them does."""
+    old, new = candidates.life(candidates.way()), candidates.life(candidates.way())
+    await old.win()
+    leading, following = started(old), standing_by(new)
+    await asyncio.sleep(phase_s)
+    return old, new, leading, following
+
+
 async def stop(task: asyncio.Task[None]) -> None:
     """Its process was killed, or goes by itself."""
     task.cancel()
@@ -131,10 +142,7 @@ def test_a_standby_leads_soon_after_a_leader_was_killed(phase_s: float) -> None:
     """Protects availability: a leader that dies at any moment is followed within its lease and one ask, and not before."""
 
     async def script(candidates: Candidates) -> None:
-        old, new = candidates.life(candidates.way()), candidates.life(candidates.way())
-        await old.win()
-        leading, following = started(old), standing_by(new)
-        await asyncio.sleep(phase_s)
+        old, new, leading, following = await one_follows(candidates, phase_s)
         await stop(leading)
         killed_s = now_s()
         assert await following
@@ -193,15 +201,12 @@ def test_a_leader_that_goes_is_followed_at_once(phase_s: float) -> None:
     """Protects restarts: a lease that is given back is another one's with its next ask, and its giver believes nothing more."""
 
     async def script(candidates: Candidates) -> None:
-        old, new = candidates.life(candidates.way()), candidates.life(candidates.way())
-        await old.win()
-        leading, following = started(old), standing_by(new)
-        await asyncio.sleep(phase_s)
+        old, new, leading, following = await one_follows(candidates, phase_s)
         await stop(leading)
         gone_s = now_s()
         await old.give_back()
         assert not old.holds()
-        assert await following
+        assert await following and new.holds()
         assert now_s() - gone_s <= ASK_S + ROUNDING_S
 
     scene(script)

@@ -43,7 +43,7 @@ from weir.core.routing.replica import Replica, ReplicaState
 from weir.engines.launcher import LocalLauncher
 from weir.link.frames import Terms
 from weir.ports import Acknowledgement, LedgerStore
-from weir.storage.state_directory import BODY_DIGEST_SECRET, CACHE_SALT_SECRET, write_private_file
+from weir.storage.state_directory import BODY_DIGEST_SECRET, CACHE_SALT_SECRET, StateDirectory, write_private_file
 from weir.telemetry import Telemetry
 from weir.units import Millis
 
@@ -114,6 +114,7 @@ class Cell:
         )
         lease = stores.lease
         self._leadership = Leadership(lease, self._clock, self._entropy.token(12).hex()) if lease is not None else None
+        self._terms = _terms_of(options.config, stores.directory, self._entropy)
         self._links = LinkListener(options.config.link)
         self._coordinator: Coordinator | None = None
         self._front: Front | None = None
@@ -136,7 +137,6 @@ class Cell:
         models = await unless_stopped(stop, self._declared())  # what may refuse a start comes before it replaces a cell
         if models is None:
             return
-        self._terms()
         async with Listeners(options.listen, self._config.gateway, self._telemetry, options.announce) as listeners:
             if leadership is None:
                 await self._run(models, listeners, stop, on_ready)
@@ -237,7 +237,7 @@ class Cell:
             config=self._config,
             folder=self._stores.directory.path,
             links=self._links,
-            terms=self._terms(),
+            terms=self._terms,
             epoch=epoch,
             is_ready=self._is_ready,
             on_broken=self.fail,
@@ -246,24 +246,6 @@ class Cell:
         if own is not None and self._config.link.listen is None:
             return own
         return LinkedFront(parts, coordinator, self._options.gateways, own)
-
-    def _terms(self) -> Terms:
-        """What gateways are told. Raises InvalidRequest for bounds that contradict each other."""
-        directory, coordinator, link = self._stores.directory, self._config.coordinator, self._config.link
-        if not 3 * link.heartbeat_ms < link.silence_ms <= link.lease_ms - 4 * link.heartbeat_ms:
-            raise errors.InvalidRequest(
-                "link.silence_ms must be above 3 times link.heartbeat_ms, and at least 4 times that below link.lease_ms.",
-                members={"field": "link.silence_ms"},
-            )
-        return Terms(
-            digest_key=directory.secret(BODY_DIGEST_SECRET, self._entropy),
-            salt_key=directory.secret(CACHE_SALT_SECRET, self._entropy),
-            step_tokens=coordinator.delivery_step_tokens,
-            store_wait_ms=coordinator.store_wait_ms,
-            heartbeat_ms=link.heartbeat_ms,
-            silence_ms=link.silence_ms,
-            lease_ms=link.lease_ms,
-        )
 
     def _new_request_id(self) -> str:
         return f"req-{self._entropy.token(12).hex()}"
@@ -339,6 +321,25 @@ class Cell:
         admin.should_exit = True
         await front.stop()
         coordinator.close()
+
+
+def _terms_of(config: WeirConfig, directory: StateDirectory, entropy: SystemEntropy) -> Terms:
+    """What gateways are told. Raises InvalidRequest for bounds that contradict each other."""
+    coordinator, link = config.coordinator, config.link
+    if not 3 * link.heartbeat_ms < link.silence_ms <= link.lease_ms - 4 * link.heartbeat_ms:
+        raise errors.InvalidRequest(
+            "link.silence_ms must be above 3 times link.heartbeat_ms, and at least 4 times that below link.lease_ms.",
+            members={"field": "link.silence_ms"},
+        )
+    return Terms(
+        digest_key=directory.secret(BODY_DIGEST_SECRET, entropy),
+        salt_key=directory.secret(CACHE_SALT_SECRET, entropy),
+        step_tokens=coordinator.delivery_step_tokens,
+        store_wait_ms=coordinator.store_wait_ms,
+        heartbeat_ms=link.heartbeat_ms,
+        silence_ms=link.silence_ms,
+        lease_ms=link.lease_ms,
+    )
 
 
 def _adapting(config: WeirConfig) -> Adapting:

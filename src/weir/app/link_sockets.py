@@ -101,18 +101,41 @@ def _file(path: str | None, field: str) -> str:
 @contextlib.asynccontextmanager
 async def serving_unix(end: CoordinatorEnd, folder: Path) -> AsyncIterator[Path]:
     """Serve links on a Unix socket of this user's own: in the folder, or elsewhere if that has too long a name for one."""
-    loop = asyncio.get_running_loop()
-    with contextlib.ExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
         path = folder / "link"
         if len(os.fsencode(path)) > _UNIX_BYTES_MAX:
             path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-"))) / "link"
-        server = await loop.create_unix_server(end.accept, str(path))
-        try:
-            path.chmod(0o600)
-            yield path
-        finally:
-            server.close()
-            path.unlink(missing_ok=True)
+        await stack.enter_async_context(_serving_at(end, path))
+        yield path
+
+
+@contextlib.asynccontextmanager
+async def _serving_at(end: CoordinatorEnd, path: Path) -> AsyncIterator[None]:
+    """Serve links at a path. What another process puts in the socket's place meanwhile stays. Raises OSError."""
+    listener = await asyncio.to_thread(_bound_at, path)
+    identity = _identity(path)
+    server = await asyncio.get_running_loop().create_unix_server(end.accept, sock=listener)
+    try:
+        yield
+    finally:
+        server.close()
+        if _identity(path) == identity:
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+
+
+def _bound_at(path: Path) -> socket.socket:
+    """A socket of this user's own before anyone can connect; one that was left there is replaced. Raises OSError."""
+    if path.is_socket():
+        path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(os.fspath(path))
+        path.chmod(0o600)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
 
 
 class LinkListener:
@@ -138,29 +161,20 @@ class LinkListener:
     @contextlib.asynccontextmanager
     async def serving(self, end: CoordinatorEnd) -> AsyncIterator[None]:
         """Serve links there, if anywhere. Raises InvalidRequest when another process was quicker."""
-        try:
-            server = await self._listening(end)
-        except OSError as fault:
-            raise _cannot_listen(str(self._path or "link.listen"), fault) from fault
-        identity = _identity(self._path)
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                if self._path is not None:
+                    await stack.enter_async_context(_serving_at(end, self._path))
+                elif self._socket is not None:
+                    stack.callback((await self._serving_tcp(end, self._socket)).close)
+            except OSError as fault:
+                raise _cannot_listen(str(self._path or "link.listen"), fault) from fault
             yield
-        finally:
-            if server is not None:
-                server.close()
-            if self._path is not None and _identity(self._path) == identity:
-                await asyncio.to_thread(self._path.unlink, missing_ok=True)
 
-    async def _listening(self, end: CoordinatorEnd) -> asyncio.AbstractServer | None:
+    async def _serving_tcp(self, end: CoordinatorEnd, listener: socket.socket) -> asyncio.Server:
+        assert self._tls is not None
         loop = asyncio.get_running_loop()
-        if self._socket is not None:
-            assert self._tls is not None
-            return await loop.create_server(end.accept, sock=self._socket, ssl=self._tls, ssl_handshake_timeout=_HANDSHAKE_S)
-        if self._path is None:
-            return None
-        server = await loop.create_unix_server(end.accept, str(self._path))
-        await asyncio.to_thread(self._path.chmod, 0o600)
-        return server
+        return await loop.create_server(end.accept, sock=listener, ssl=self._tls, ssl_handshake_timeout=_HANDSHAKE_S)
 
     def close(self) -> None:
         """Give the port up."""
@@ -197,10 +211,10 @@ def _cannot_listen(where: str, fault: Exception) -> errors.InvalidRequest:
     return errors.InvalidRequest(f"Cannot listen on {where}: {reason}.", members={"field": "link.listen"})
 
 
-def _identity(path: Path | None) -> tuple[int, int] | None:
+def _identity(path: Path) -> tuple[int, int] | None:
     """Of a socket's file: another cell may have put its own in its place."""
     try:
-        found = path.stat() if path is not None else None
+        found = path.stat()
     except OSError:
         return None
-    return (found.st_dev, found.st_ino) if found is not None else None
+    return found.st_dev, found.st_ino

@@ -7,21 +7,11 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from weir.core.registry.model import Revision, RevisionPrice
+from weir.core.registry.model import CATALOG_KEYS, Revision, RevisionPrice
 from weir.core.tenancy import Limits, Scope
 from weir.ports import Catalog, CatalogChange
 
 Row = TypeVar("Row")
-
-_KEYS: dict[str, Callable[[Any], Any]] = {
-    "tenants": lambda row: row.name,
-    "applications": lambda row: (row.tenant, row.name),
-    "keys": lambda row: row.id,
-    "admin_keys": lambda row: row.id,
-    "aliases": lambda row: row.name,
-    "revisions": lambda row: row.id,
-    "pools": lambda row: row.name,
-}
 
 
 def changed_catalog(catalog: Catalog, change: CatalogChange, version: int) -> Catalog:
@@ -30,7 +20,7 @@ def changed_catalog(catalog: Catalog, change: CatalogChange, version: int) -> Ca
         version=version,
         limits=_with_limits(catalog.limits, change.limits),
         prices=_with_prices(catalog.prices, change.revisions),
-        **{name: _merged(getattr(catalog, name), getattr(change, name), key_of) for name, key_of in _KEYS.items()},
+        **{name: _merged(getattr(catalog, name), getattr(change, name), key_of) for name, key_of in CATALOG_KEYS.items()},
     )
 
 
@@ -48,12 +38,8 @@ def _merged(rows: Sequence[Row], changed: Sequence[Row], key_of: Callable[[Row],
 def _with_limits(
     entries: Sequence[tuple[Scope, Limits]], changed: Sequence[tuple[Scope, Limits]]
 ) -> Sequence[tuple[Scope, Limits]]:
-    merged = _merged(entries, changed, lambda entry: _order_of(entry[0]))
+    merged = _merged(entries, changed, lambda entry: entry[0].order)
     return [entry for entry in merged if not entry[1].is_empty] if changed else entries
-
-
-def _order_of(scope: Scope) -> tuple[str, ...]:
-    return scope.tenant, scope.application or "", scope.key or "", scope.alias or ""
 
 
 def _with_prices(schedule: Sequence[RevisionPrice], revisions: Iterable[Revision]) -> Sequence[RevisionPrice]:

@@ -136,6 +136,11 @@ class Scope:
     key: str | None = None
     alias: str | None = None
 
+    @property
+    def order(self) -> tuple[str, str, str, str]:
+        """Where a catalog lists its limits."""
+        return self.tenant, self.application or "", self.key or "", self.alias or ""
+
     def public(self) -> dict[str, str]:
         """The scope as refusals and the management API show it: only the fields that are set."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}

@@ -16,23 +16,7 @@ import msgspec
 
 from weir import errors
 from weir.core.registry.snapshot_parts import SnapshotPart
-from weir.messages import (
-    Admitted,
-    DeliveryBooked,
-    Draining,
-    EndBooked,
-    Ended,
-    EndUnbooked,
-    FleetView,
-    Found,
-    Granted,
-    HoldBooked,
-    Rejected,
-    SnapshotFresh,
-    StandingFound,
-    StopRequest,
-    Up,
-)
+from weir.messages import Told, Up
 from weir.units import Bytes, Millis, Tokens
 
 Decoded = TypeVar("Decoded")
@@ -111,23 +95,7 @@ class Refused(msgspec.Struct, frozen=True):
     is_final: bool
 
 
-WireDown: TypeAlias = (
-    Admitted
-    | Granted
-    | Rejected
-    | HoldBooked
-    | DeliveryBooked
-    | Ended
-    | EndBooked
-    | EndUnbooked
-    | StopRequest
-    | Found
-    | StandingFound
-    | FleetView
-    | Draining
-    | SnapshotFresh
-    | SnapshotPart
-)
+WireDown: TypeAlias = Told | SnapshotPart
 """What a coordinator sends: its messages, with snapshots in parts."""
 
 

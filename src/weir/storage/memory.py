@@ -6,7 +6,7 @@ answer of a write. It must never accept what the durable stores refuse, nor the 
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -14,7 +14,7 @@ import msgspec
 from weir import errors
 from weir.core.endings import Status
 from weir.core.ledger.records import EndRecord, ExecutionId, HoldRecord, LedgerRecord, SettleRecord, StepRecord
-from weir.core.registry.model import Revision, RevisionPrice
+from weir.core.registry.model import CATALOG_KEYS, Revision, RevisionPrice
 from weir.core.tenancy import Limits, Scope
 from weir.core.windows import LIFETIME_WINDOW, day_of, floors_of
 from weir.messages import GenerationRecord, ended_record
@@ -311,23 +311,12 @@ def _amounts(end: EndRecord) -> tuple[int, int, int, int, int, int]:
     return 1, *tenant_tokens, end.cost_microusd, end.platform_microusd
 
 
-_KEY_OF: Mapping[str, Callable[[Any], tuple[str, ...]]] = {
-    "tenants": lambda tenant: (tenant.name,),
-    "applications": lambda application: (application.tenant, application.name),
-    "keys": lambda key: (key.id,),
-    "admin_keys": lambda key: (key.id,),
-    "aliases": lambda alias: (alias.name,),
-    "revisions": lambda revision: (revision.id,),
-    "pools": lambda pool: (pool.name,),
-}
-
-
 class MemoryCatalog:
     """ControlStore in memory."""
 
     def __init__(self) -> None:
         self._version = 0
-        self._entities: dict[str, dict[tuple[str, ...], Any]] = {name: {} for name in _KEY_OF}
+        self._entities: dict[str, dict[tuple[str, ...], Any]] = {name: {} for name in CATALOG_KEYS}
         self._limits: dict[Scope, Limits] = {}
         self._prices: dict[tuple[str, int], RevisionPrice] = {}
         self._audit: list[AuditEntry] = []
@@ -336,7 +325,7 @@ class MemoryCatalog:
         """The whole catalog, each sequence ordered by key."""
         return Catalog(
             version=self._version,
-            limits=sorted(self._limits.items(), key=lambda entry: _scope_key(entry[0])),
+            limits=sorted(self._limits.items(), key=lambda entry: entry[0].order),
             prices=[self._prices[key] for key in sorted(self._prices)],
             **{name: [values[key] for key in sorted(values)] for name, values in self._entities.items()},
         )
@@ -351,7 +340,7 @@ class MemoryCatalog:
             raise errors.AlreadyExists(f"The catalog is not at version {expected_version} any more.")
         for revision in change.revisions:
             self._keep_price(revision)
-        for name, key_of in _KEY_OF.items():
+        for name, key_of in CATALOG_KEYS.items():
             self._entities[name] |= {key_of(value): value for value in getattr(change, name)}
         for scope, limits in change.limits:
             self._limits.pop(scope, None)
@@ -372,7 +361,3 @@ class MemoryCatalog:
 
     async def aclose(self) -> None:
         """Nothing to close: the object stays readable."""
-
-
-def _scope_key(scope: Scope) -> tuple[str, str, str, str]:
-    return scope.tenant, scope.application or "", scope.key or "", scope.alias or ""

@@ -4,8 +4,10 @@ A customer sends an alias; it resolves to a revision, which is immutable: engine
 output. A pool is the replicas serving one revision. Prices are a versioned schedule beside the revision.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from weir.core.metering import Price
 from weir.core.tenancy import ServiceClass
@@ -119,3 +121,15 @@ finds its replica more often the more may be before it.
 def workload_class_of(classes: tuple[WorkloadClass, ...], service_class: ServiceClass, input_tokens: Tokens) -> WorkloadClass:
     """The first row that fits; the rows are checked at start to end with one that takes every length."""
     return next(row for row in classes if row.fits(service_class, input_tokens))
+
+
+CATALOG_KEYS: Mapping[str, Callable[[Any], tuple[str, ...]]] = {
+    "tenants": lambda tenant: (tenant.name,),
+    "applications": lambda application: (application.tenant, application.name),
+    "keys": lambda key: (key.id,),
+    "admin_keys": lambda key: (key.id,),
+    "aliases": lambda alias: (alias.name,),
+    "revisions": lambda revision: (revision.id,),
+    "pools": lambda pool: (pool.name,),
+}
+"""The key of each kind of row that a catalog lists in its order, and a change replaces by it."""

@@ -130,7 +130,6 @@ class FairOrder:
             flow = self._flows[tenant]
             if flow.counter <= limit:
                 return tenant
-            self._near.discard(tenant)
             self._put_far(tenant, flow)
 
     def next(self, number: int) -> list[str]:
@@ -144,7 +143,6 @@ class FairOrder:
         limit = smallest[0] + self._slack
         while stale := [tenant for _, tenant in self._near.smallest(number) if self._flows[tenant].counter > limit]:
             for tenant in stale:
-                self._near.discard(tenant)
                 self._put_far(tenant, self._flows[tenant])
         near = [tenant for _, tenant in self._near.smallest(number)]
         limit = self._floor() + self._slack + BYPASSES_MAX * self._dearest
@@ -220,7 +218,6 @@ class FairOrder:
         if not flow.is_near:
             self._far.put(tenant, flow.counter)
         elif amount > 0 and self._is_beyond_the_slack(flow):  # its next head need not be put among the near ones
-            self._near.discard(tenant)
             self._put_far(tenant, flow)
 
     def _is_beyond_the_slack(self, flow: _Flow) -> bool:
@@ -235,6 +232,7 @@ class FairOrder:
 
     def _put_far(self, tenant: str, flow: _Flow) -> None:
         flow.is_near = False
+        self._near.discard(tenant)
         self._far.put(tenant, flow.counter)
 
     def _forget_quiet(self) -> None:

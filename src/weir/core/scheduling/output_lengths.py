@@ -81,7 +81,7 @@ class OutputLengths:
 
     def expected(self, caller: Caller, limit: Tokens, typical: Tokens) -> Tokens:
         """Expected tokens of one choice, 1 … limit. typical: declared for the revision; used while nothing was seen."""
-        expected = typical if typical < limit else limit
+        expected = min(typical, limit)
         for histogram in (self._revisions.get(caller[2]), self._callers.get(caller)):
             if histogram is not None:
                 total = histogram.total_up_to(limit) + _PRIOR_OBSERVATIONS * expected

@@ -235,8 +235,7 @@ class DomainQueue(Generic[Key]):
         flow = self._flows[tenant]
         assert flow.first is not None
         entry = flow.entries[flow.first]
-        is_one_of_many = len(flow.entries) > 1 and self._order.holds_back
-        return Waiting(tenant, entry.key, entry.need.of_many() if is_one_of_many else entry.need)
+        return Waiting(tenant, entry.key, entry.need.of_many() if self.is_one_of_many(tenant) else entry.need)
 
     def is_one_of_many(self, tenant: str, more: int = 0) -> bool:
         """Whether more than one request of this tenant wait in its flow, with so `more` to come, and the order minds that."""
