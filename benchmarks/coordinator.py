@@ -174,7 +174,7 @@ async def play(folder: Path, rate: float, seed: int) -> None:
     clock, entropy = SystemClock(), SystemEntropy()
     player = Player(seed)
     connect = address_of(f"unix:{folder / 'link'}", LinkConfig())
-    player.end = GatewayEnd(clock, [connect], "", player, lambda: f"bench-{entropy.token(8).hex()}")
+    player.end = GatewayEnd(clock, [connect], "", player, f"bench-{entropy.token(8).hex()}")
     async with asyncio.TaskGroup() as tasks:
         link = tasks.create_task(player.end.run())
         await player.end.opened.wait()

@@ -1,9 +1,12 @@
 """The messages between a gateway and the coordinator: the same values in one process and over the wire.
 
 They are small: no prompt, no token text. A gateway opens a session and numbers its requests with `ref`; every message about
-a request carries it. Up: register · acquire · progress · finish · stopped · cancel · lookup · standing. Down: admitted ·
-rejected · granted · booked · ended · stop · found · snapshot · snapshot_fresh ·
-fleet · draining.
+a request carries it. Up: register · acquire · progress · finish · stopped · cancel · lookup · standing · reattach. Down:
+admitted · rejected · granted · booked · ended · stop · reattached · not_held · found · snapshot · snapshot_fresh · fleet ·
+draining.
+
+A gateway that finds another coordinator than the one that its session was with tells it in the new session, before anything
+else, what it carries: `reattach` for each request, then `reattached_all`. What is not among them is lost.
 
 The tenant's concurrency returns at the terminal status; the replica's lane returns at `stopped`.
 """
@@ -18,7 +21,7 @@ from weir.core.metering import Basis, InputBasis
 from weir.core.registry.model import EngineKind
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import ServiceClass
-from weir.units import Bytes, MicroDollars, Millis, Nanos, Tokens
+from weir.units import Bytes, MicroDollars, Millis, Nanos, Tokens, ns_from_ms
 
 
 class ReplicaPace(msgspec.Struct, frozen=True):
@@ -55,9 +58,24 @@ class ReplicaAddress(msgspec.Struct, frozen=True):
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
-    """Opens a session. session: unique name of this run of the gateway."""
+    """Opens a session. session: its unique name, whose part before the last point names this run of the gateway.
+
+    former: the gateway's session before, if it had one. reattaches: what that one carried is told again.
+    """
 
     session: str
+    former: str = ""
+    reattaches: bool = False
+
+    @property
+    def gateway(self) -> str:
+        """The name of this run of the gateway."""
+        return gateway_of(self.session)
+
+
+def gateway_of(session: str) -> str:
+    """The gateway whose session has this name."""
+    return session.rpartition(".")[0] or session
 
 
 class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
@@ -89,6 +107,15 @@ class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
     waited_ns: Nanos
     session_key: str | None = None
     prefix: tuple[bytes, ...] = ()
+
+
+def later(acquire: Acquire, elapsed_ms: Millis) -> Acquire:
+    """The same question after it waited: its deadline doesn't move."""
+    return msgspec.structs.replace(
+        acquire,
+        deadline_left_ms=acquire.deadline_left_ms - elapsed_ms,
+        waited_ns=acquire.waited_ns + ns_from_ms(elapsed_ms),
+    )
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -139,6 +166,40 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     confirmed: bool = True  # False: the engine did not confirm within its bound, so the replica is in doubt
 
 
+class Run(msgspec.Struct, frozen=True):
+    """An attempt that a gateway was granted, as it is there. since_ns: time since the grant.
+
+    delivered_max: asked for so far. is_stopped: the engine runs nothing of it any more.
+    """
+
+    attempt: int
+    replica: ReplicaAddress
+    lane: int
+    since_ns: Nanos
+    delivered_max: Tokens
+    has_output: bool = False
+    first_output: bool = False
+    is_stopped: bool = False
+
+
+class Reattach(msgspec.Struct, frozen=True, tag="reattach"):
+    """A request that another coordinator decided about, or was asked to. acquire: as it would be asked for now.
+
+    run: its last attempt, None where nothing was granted; earlier: the one before, if its engine has not confirmed its stop.
+    finish: what was reported and is not answered. Answered by `reattached` where its hold is open, by `end_booked` where it has
+    ended, else by `not_held`; in these cases `stopped` follows of what runs all the same.
+    """
+
+    acquire: Acquire
+    run: Run | None = None
+    earlier: Run | None = None
+    finish: Finish | None = None
+
+
+class ReattachedAll(msgspec.Struct, frozen=True, tag="reattached_all"):
+    """Everything that the gateway carries was told again."""
+
+
 class CancelById(msgspec.Struct, frozen=True, tag="cancel_by_id"):
     """Cancel a tenant's request by its id; answered by `found` once it is terminal."""
 
@@ -165,7 +226,7 @@ class AskStanding(msgspec.Struct, frozen=True, tag="ask_standing"):
     alias: str
 
 
-Up: TypeAlias = Register | Acquire | Progress | Finish | Stopped | CancelById | Lookup | AskStanding
+Up: TypeAlias = Register | Acquire | Progress | Finish | Stopped | Reattach | ReattachedAll | CancelById | Lookup | AskStanding
 
 
 # ── down: coordinator → gateway ──────────────────────────────────────────────────────────────────────────────────────
@@ -299,6 +360,24 @@ class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
     reason: FinishReason
 
 
+class Reattached(msgspec.Struct, frozen=True, tag="reattached"):
+    """The request is held as it was, and goes on."""
+
+    ref: int
+    execution: int
+    standing: StandingView
+
+
+class NotHeld(msgspec.Struct, frozen=True, tag="not_held"):
+    """Nothing of the request is known: nothing of it was delivered, and it may be asked for again under another ref.
+
+    is_known: False where the store could not be asked, so that it may not.
+    """
+
+    ref: int
+    is_known: bool = True
+
+
 class Found(msgspec.Struct, frozen=True, tag="found"):
     """Answer to lookup and cancel_by_id; record None: unknown."""
 
@@ -340,6 +419,8 @@ Told: TypeAlias = (
     | EndBooked
     | EndUnbooked
     | StopRequest
+    | Reattached
+    | NotHeld
     | Found
     | StandingFound
     | FleetView

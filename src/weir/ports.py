@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from weir.core.endings import FinishReason
-from weir.core.ledger.records import ExecutionId, LedgerRecord
+from weir.core.ledger.records import ExecutionId, HoldRecord, LedgerRecord
 from weir.core.registry.model import Alias, Pool, Revision, RevisionPrice
 from weir.core.registry.snapshot import Snapshot
 from weir.core.request import Message, Sampling
@@ -186,7 +186,10 @@ class LeafBalance:
 
 @dataclass(frozen=True, slots=True)
 class RecentTake:
-    """A bucket take of the last minutes, to rebuild buckets: units are net of what its settlement returned."""
+    """A bucket take of the last minutes, to rebuild buckets: units are net of what its settlement returned.
+
+    hold: the one that made it, if that is open and may still give some of it back.
+    """
 
     tenant: str
     application: str | None
@@ -195,40 +198,43 @@ class RecentTake:
     limit: str
     net_units: int
     at_ms: Millis
+    hold: ExecutionId | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StoredExecution:
-    """An execution as the store has it. open: held, not settled. attempt, delivered_max, replica: from its last step, if any.
-
-    lost_delivered_max: what was booked for the attempt before that one, which delivered nothing. tenant_tokens: what counted
-    against token limits.
-    The held fields let recovery resolve it by rule.
-    """
+    """An execution as stored. tenant_tokens: what counted against token limits. ended_at_ms: None while it is held."""
 
     id: ExecutionId
     body_digest: bytes
     record: GenerationRecord
-    open: bool
-    attempt: int
-    replica: str | None
-    delivered_max: Tokens
-    lost_delivered_max: Tokens
     delivered_tokens: Tokens
     tenant_tokens: Tokens
-    input_tokens_held: Tokens
-    max_output_tokens: Tokens
-    choices: int
-    held_microusd: MicroDollars
-    price_version: int
-    application: str
-    key: str
     ended_at_ms: Millis | None
+
+    @property
+    def open(self) -> bool:
+        """Whether its hold has no end."""
+        return self.ended_at_ms is None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenHold:
+    """A hold without an end. attempt, replica, delivered_max: of its last step; 0, None and 0 if it was never dispatched.
+
+    lost_delivered_max: what was booked for the attempt before that one, which delivered nothing.
+    """
+
+    hold: HoldRecord
+    attempt: int = 0
+    replica: str | None = None
+    delivered_max: Tokens = 0
+    lost_delivered_max: Tokens = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What a coordinator needs to take over. next_seq: one above the last record's.
+    """What a coordinator needs to take over. next_seq: one above the last record's. open_holds: the oldest first.
 
     balances: of windows that may still be present, by `floors_of(recent_since_ms)`.
     """
@@ -236,7 +242,7 @@ class Recovery:
     epoch: int
     next_seq: int
     balances: Sequence[LeafBalance] = ()
-    open_executions: Sequence[StoredExecution] = ()
+    open_holds: Sequence[OpenHold] = ()
     recent_takes: Sequence[RecentTake] = ()
 
 

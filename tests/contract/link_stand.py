@@ -21,7 +21,7 @@ from weir.link.channel import Channel
 from weir.link.coordinator_end import CoordinatorEnd
 from weir.link.frames import Frame, FrameSplitter, Kind, Terms, Welcome, encode, frame
 from weir.link.gateway_end import Connect, GatewayEnd
-from weir.messages import Down, FleetView, HoldBooked, Lookup, Register, Up
+from weir.messages import Down, FleetView, HoldBooked, Lookup, ReattachedAll, Register, Up
 from weir.ports import GatewayInbox
 from weir.units import Millis, Nanos, ns_from_ms
 
@@ -60,6 +60,7 @@ class HandClock:
 class HostSession:
     """A session as the host sees it. received: what its gateway sent, in order."""
 
+    register: Register
     inbox: GatewayInbox
     received: list[Up] = field(default_factory=list)
 
@@ -83,7 +84,7 @@ class RecordingHost:
 
     def connect(self, register: Register, inbox: GatewayInbox) -> HostSession:
         assert register.session not in self.sessions
-        session = self.sessions[register.session] = HostSession(inbox)
+        session = self.sessions[register.session] = HostSession(register, inbox)
         inbox.deliver(self.snapshot)
         inbox.deliver(FLEET)
         return session
@@ -277,19 +278,23 @@ class StandingCoordinator:
 
 
 class StandingGateway:
-    """A gateway's end that runs. lost: how often its session was. addresses: where it looks, to be changed in place."""
+    """A gateway's end that runs. lost, renewed: how often its session was. addresses: where it looks, changed in place."""
 
-    def __init__(self, addresses: list[Connect], token: str, names: Callable[[], str]) -> None:
+    def __init__(self, addresses: list[Connect], token: str, name: str) -> None:
         self.clock = HandClock()
         self.inbox = RecordingInbox()
-        self.lost = 0
+        self.lost = self.renewed = 0
         self.addresses = addresses
-        self.end = GatewayEnd(self.clock, addresses, token, self.inbox, names)
-        self.end.on_lost = self._count
+        self.end = GatewayEnd(self.clock, addresses, token, self.inbox, name)
+        self.end.on_lost, self.end.on_renewed = self._count, self._tell_again
         self.running = asyncio.get_running_loop().create_task(self.end.run())
 
     def _count(self) -> None:
         self.lost += 1
+
+    def _tell_again(self) -> None:
+        self.renewed += 1
+        self.end.send(ReattachedAll())
 
     def send(self, *numbers: int) -> None:
         """A look-up for each number."""
@@ -377,7 +382,7 @@ class LinkStand:
     def gateway(self, *addresses: Path | Connect, token: str = "") -> StandingGateway:
         """One that runs and looks for coordinators there."""
         found = [at(address) if isinstance(address, Path) else address for address in addresses]
-        standing = StandingGateway(found, token, lambda: f"gateway-{next(self._names)}")
+        standing = StandingGateway(found, token, f"gateway-{next(self._names)}")
         self._gateways.append(standing)
         return standing
 

@@ -30,7 +30,17 @@ from weir.core.endings import FinishReason, Status
 from weir.core.ledger.records import EndRecord, ExecutionId, HoldRecord, LedgerRecord, SettleRecord, Timing
 from weir.core.metering import Basis
 from weir.messages import GenerationRecord
-from weir.ports import USAGE_GROUPS, LeafBalance, LedgerReport, LedgerStore, RecentTake, Recovery, UsageQuery, UsageRow
+from weir.ports import (
+    USAGE_GROUPS,
+    LeafBalance,
+    LedgerReport,
+    LedgerStore,
+    OpenHold,
+    RecentTake,
+    Recovery,
+    UsageQuery,
+    UsageRow,
+)
 from weir.storage.memory import MemoryLedger
 
 REPOSITORY = Path(__file__).parents[2]
@@ -60,24 +70,15 @@ async def test_an_execution_is_shown_through_its_whole_life(ledger: LedgerStore)
     queued = await ledger.find_execution("acme", "r")
     assert queued is not None
     assert queued.record == GenerationRecord("gen-r-1", "r", 1, "assistant", "rev-1", Status.QUEUED)
-    assert (queued.id, queued.body_digest, queued.open, queued.attempt, queued.replica) == (
-        named,
-        b"\x00digest\xff",
-        True,
-        0,
-        None,
-    )
-    assert (queued.delivered_max, queued.delivered_tokens, queued.ended_at_ms) == (0, 0, None)
-    assert (queued.input_tokens_held, queued.max_output_tokens, queued.choices, queued.held_microusd) == (100, 100, 2, 5_000)
-    assert (queued.price_version, queued.application, queued.key) == (7, "app", "key")
+    assert (queued.id, queued.body_digest, queued.delivered_tokens) == (named, b"\x00digest\xff", 0)
+    assert queued.open
 
     await ledger.write(epoch, [step(2, named), step(3, named, attempt=2, delivered_max=32)])
     running = await ledger.find_execution("acme", "r")
     assert running is not None
     assert running.record.status is Status.RUNNING
     assert not running.record.posted
-    assert (running.open, running.attempt, running.replica, running.delivered_max) == (True, 2, "replica-2", 32)
-    assert running.lost_delivered_max == 64
+    assert running.open
 
     await ledger.write(epoch, [settle(4, named)])
     ended = await ledger.find_execution("acme", "r")
@@ -98,7 +99,7 @@ async def test_an_execution_is_shown_through_its_whole_life(ledger: LedgerStore)
         posted=True,
         timing=Timing(1.5, 20.25, 3.0, 99.0),
     )
-    assert (ended.open, ended.attempt, ended.delivered_max, ended.delivered_tokens) == (False, 2, 32, 25)
+    assert (ended.open, ended.delivered_tokens) == (False, 25)
     assert ended.ended_at_ms == T0_MS + 1_000
 
 
@@ -183,8 +184,8 @@ async def test_the_first_end_counts_and_later_ones_are_kept_aside(ledger: AnyLed
     assert (await ledger.usage(UsageQuery()))[0].requests == 1
 
 
-async def test_open_executions_survive_a_restart_in_order(cell: Cell) -> None:
-    """Protects: a restart finds exactly the holds without an end, oldest first, with their last step."""
+async def test_open_holds_survive_a_restart_in_order(cell: Cell) -> None:
+    """Protects a takeover: it finds exactly the holds without an end, oldest first, as written, with their last step."""
     async with cell.ledger() as before:
         epoch = (await before.open_epoch(0)).epoch
         names = [execution(f"r{i}") for i in range(6)]
@@ -192,13 +193,16 @@ async def test_open_executions_survive_a_restart_in_order(cell: Cell) -> None:
         await before.write(
             epoch, [step(7, names[4]), step(8, names[4], delivered_max=128), settle(9, names[2]), release(10, names[0])]
         )
+        await before.write(epoch, [step(11, names[5]), step(12, names[5], attempt=2, delivered_max=32)])
     async with cell.ledger() as after:
         recovery = await after.open_epoch(0)
-        assert (recovery.epoch, recovery.next_seq) == (2, 11)
-        assert [stored.id.request_id for stored in recovery.open_executions] == ["r1", "r3", "r4", "r5"]
-        assert recovery.open_executions[2] == await after.find_execution("acme", "r4")
-        assert recovery.open_executions[2].delivered_max == 128
-        assert all(stored.open and not stored.record.posted for stored in recovery.open_executions)
+        assert (recovery.epoch, recovery.next_seq) == (2, 13)
+        assert recovery.open_holds == [
+            OpenHold(hold(2, names[1])),
+            OpenHold(hold(4, names[3])),
+            OpenHold(hold(5, names[4]), 1, "replica-1", 128),
+            OpenHold(hold(6, names[5]), 2, "replica-2", 32, 64),
+        ]
 
 
 async def test_recent_takes_are_net_of_returns_and_in_order(ledger: LedgerStore) -> None:
@@ -211,8 +215,8 @@ async def test_recent_takes_are_net_of_returns_and_in_order(ledger: LedgerStore)
     assert recovery.recent_takes == [
         RecentTake("acme", None, None, None, "requests_per_minute", 1, T0_MS),
         RecentTake("acme", "app", "key", None, "tokens_per_minute", 50, T0_MS),
-        RecentTake("acme", None, None, None, "requests_per_minute", 1, T0_MS + 5),
-        RecentTake("acme", "app", "key", None, "tokens_per_minute", 300, T0_MS + 5),
+        RecentTake("acme", None, None, None, "requests_per_minute", 1, T0_MS + 5, open_hold),
+        RecentTake("acme", "app", "key", None, "tokens_per_minute", 300, T0_MS + 5, open_hold),
     ]
 
 
@@ -317,7 +321,7 @@ async def test_what_is_past_the_retention_is_rolled_up_and_every_sum_stays(ledge
     assert (await ledger.verify()).is_clean
     recovery = await ledger.open_epoch(0)
     assert recovery.balances == balances
-    assert [found.id for found in recovery.open_executions] == [names[4]]
+    assert [found.hold.id for found in recovery.open_holds] == [names[4]]
 
 
 async def test_rejections_add_up(ledger: AnyLedger) -> None:
@@ -414,7 +418,7 @@ def test_any_records_leave_balances_and_usage_equal_to_their_settlements(chosen:
     ends = counting_ends(records)
     assert sum(row.requests for row in usage) == len(ends)
     assert late == sum(isinstance(record, EndRecord) for record in records) - len(ends)
-    assert len(recovery.open_executions) == sum(isinstance(record, HoldRecord) for record in records) - len(ends)
+    assert len(recovery.open_holds) == sum(isinstance(record, HoldRecord) for record in records) - len(ends)
 
 
 def check_balances(recovery: Recovery, usage: list[UsageRow], records: list[LedgerRecord]) -> None:

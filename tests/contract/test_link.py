@@ -48,7 +48,7 @@ async def test_a_session_begins(stand: LinkStand) -> None:
     assert gateway.end.opened.is_set()
     assert gateway.end.terms == TERMS
     assert [snapshot.version for snapshot in gateway.inbox.snapshots] == [1]
-    assert coordinator.host.open == list(coordinator.end.sessions) == ["gateway-1"]
+    assert coordinator.host.open == list(coordinator.end.sessions) == ["gateway-1.1"]
 
 
 async def test_messages_arrive_in_order(stand: LinkStand) -> None:
@@ -85,7 +85,7 @@ async def test_a_gateway_leaves(stand: LinkStand) -> None:
     coordinator, gateway = await linked(stand)
     await gateway.end.leave()
     await gateway.stop()
-    await until(lambda: coordinator.host.lost == ["gateway-1"], "the session ends")
+    await until(lambda: coordinator.host.lost == ["gateway-1.1"], "the session ends")
     assert gateway.lost == 0
 
 
@@ -163,7 +163,7 @@ async def test_cuts_lose_nothing(stand: LinkStand) -> None:
     await until(lambda: len(session.numbers) >= THOUSANDS and len(gateway.inbox.numbers) >= THOUSANDS, "all arrives")
     assert session.numbers == gateway.inbox.numbers == list(range(THOUSANDS))
     assert relay.opened > 3
-    assert (gateway.lost, coordinator.host.lost, list(coordinator.host.sessions)) == (0, [], ["gateway-1"])
+    assert (gateway.lost, coordinator.host.lost, list(coordinator.host.sessions)) == (0, [], ["gateway-1.1"])
 
 
 @pytest.mark.parametrize("who", ["gateway", "coordinator"])
@@ -208,13 +208,13 @@ async def test_a_silent_gateway_is_lost(stand: LinkStand) -> None:
     relay.cut()
     await until(lambda: relay.opened == 2, "it tries")
     coordinator.clock.advance(TERMS.lease_ms + 1)
-    await until(lambda: coordinator.host.lost == ["gateway-1"], "the session ends")
+    await until(lambda: coordinator.host.lost == ["gateway-1.1"], "the session ends")
     assert gateway.lost == 0
     relay.holds_all = False
     relay.cut()
     await until_settled(gateway, 2)
     await check_both_ways(coordinator, gateway, 1)
-    assert (gateway.lost, coordinator.host.lost) == (1, ["gateway-1"])
+    assert (gateway.lost, coordinator.host.lost) == (1, ["gateway-1.1"])
     assert len(coordinator.host.open) == 1
 
 
@@ -226,7 +226,7 @@ async def test_a_lost_session_stays_lost(stand: LinkStand) -> None:
     relay.cut()
     await until(lambda: relay.opened == 2, "it tries")
     coordinator.clock.advance(TERMS.lease_ms + 1)
-    await until(lambda: coordinator.host.lost == ["gateway-1"], "the session ends")
+    await until(lambda: coordinator.host.lost == ["gateway-1.1"], "the session ends")
     relay.holds_all, relay.holds_answers = False, True
     opened, passed = relay.opened, relay.passed_up
     relay.cut()
@@ -308,11 +308,11 @@ async def test_an_overfull_coordinator_loses_the_session(stand: LinkStand, monke
     relay.hold_back()
     for number in range(2_000):
         coordinator.host.only.inbox.deliver(HoldBooked(number))
-    await until(lambda: coordinator.host.lost == ["gateway-1"], "the session ends")
+    await until(lambda: coordinator.host.lost == ["gateway-1.1"], "the session ends")
     relay.cut()
     await until_settled(gateway, 2)
     await check_both_ways(coordinator, gateway, 1)
-    assert (gateway.lost, coordinator.host.lost) == (1, ["gateway-1"])
+    assert (gateway.lost, coordinator.host.lost) == (1, ["gateway-1.1"])
 
 
 # ── snapshots ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -356,7 +356,7 @@ async def test_a_gateway_behind_is_named(stand: LinkStand) -> None:
     relay.hold_back()
     coordinator.host.publish(keyed(2, 10))
     asyncio.get_running_loop().call_later(0.02, coordinator.clock.advance, 51)
-    assert await coordinator.end.all_hold(2, 50) == ("gateway-1",)
+    assert await coordinator.end.all_hold(2, 50) == ("gateway-1.1",)
     assert gateway.lost == 0
 
 

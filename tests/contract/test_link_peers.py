@@ -21,7 +21,7 @@ from tests.contract.link_stand import (
 
 from weir import errors
 from weir.link import coordinator_end, frames, gateway_end
-from weir.messages import HoldBooked
+from weir.messages import HoldBooked, ReattachedAll
 
 TOKEN = "t" * 32
 
@@ -87,16 +87,19 @@ async def test_an_older_coordinator_is_not_entered_after_a_loss(stand: LinkStand
     assert all(session.received == [] for session in old.host.sessions.values())
 
 
-async def test_a_newer_coordinator_knows_nothing(stand: LinkStand) -> None:
-    """After a restart with a higher epoch the session is lost once, and a new one works; no other is opened."""
+async def test_a_newer_coordinator_is_told_first(stand: LinkStand) -> None:
+    """After a restart with a higher epoch the session is renewed once, told first of all; no other is opened, nothing lost."""
     coordinator, gateway = await linked(stand)
     await coordinator.stop()
     gateway.send(1)
     again = await stand.coordinator(epoch=2, path=coordinator.path)
     await until_settled(gateway, 2)
     await check_both_ways(again, gateway, 2)
-    assert again.host.only.numbers == [2]
-    assert gateway.lost == 1
+    told = again.host.only
+    assert (told.received[0], told.numbers) == (ReattachedAll(), [2])
+    register = told.register
+    assert (register.gateway, register.former, register.reattaches) == ("gateway-1", "gateway-1.1", True)
+    assert (gateway.lost, gateway.renewed) == (0, 1)
     assert len(again.host.sessions) == 1
 
 
@@ -193,18 +196,18 @@ async def test_a_session_broken_by_its_coordinator(stand: LinkStand, frames_seen
 async def test_taken_up_with_too_much(stand: LinkStand) -> None:
     """A greeting that has more of a session than was sent ends the session, and does not keep it from its gateway for ever."""
     coordinator, gateway = await linked(stand)
-    hello = frames.encode(frames.Hello("gateway-1", ""))
+    hello = frames.encode(frames.Hello("gateway-1.1", ""))
     answer = await answer_to(coordinator, frames.frame(frames.Kind.HELLO, hello, epoch=1, received=1_000))
     assert len(frames.FrameSplitter().feed(answer)) <= 1
     await until_settled(gateway, 2)
     await check_both_ways(coordinator, gateway, 1)
-    assert (gateway.lost, coordinator.host.lost) == (1, ["gateway-1"])
+    assert (gateway.lost, coordinator.host.lost) == (1, ["gateway-1.1"])
 
 
 async def test_a_name_of_another(stand: LinkStand) -> None:
     """A greeting that opens a session of a name that is taken opens none, and harms none."""
     coordinator, gateway = await linked(stand)
-    hello = frames.frame(frames.Kind.HELLO, frames.encode(frames.Hello("gateway-1", "")))
+    hello = frames.frame(frames.Kind.HELLO, frames.encode(frames.Hello("gateway-1.1", "")))
     assert await answer_to(coordinator, hello) == b""
     await check_both_ways(coordinator, gateway, 1)
     assert (gateway.lost, coordinator.host.lost) == (0, [])

@@ -87,7 +87,7 @@ async def test_a_closed_or_missing_database_is_unavailable(tmp_path: Path) -> No
 def test_recovery_and_look_ups_never_scan_what_has_ended(tmp_path: Path) -> None:
     """Protects: taking over and finding a request cost what is open or recent, whatever the ledger has grown to."""
     statements = {
-        rows.OPEN_EXECUTIONS: 0,
+        rows.OPEN_HOLDS: 0,
         rows.RECENT_TAKES: 1,
         rows.LATEST_EXECUTION: 2,
         rows.CLOSE_ENDED: 2,
@@ -101,7 +101,7 @@ def test_recovery_and_look_ups_never_scan_what_has_ended(tmp_path: Path) -> None
         for statement, parameters in (statements | {by_tenant: len(bounds)}).items():
             plan = [detail for *_, detail in database.execute(f"EXPLAIN QUERY PLAN {statement}", (1,) * parameters)]
             # What was found already may be walked: what is open, what is recent, what a report sums.
-            walked = {rows.OPEN_EXECUTIONS: {"SCAN o"}, rows.RECENT_TAKES: {"SCAN h"}}.get(statement, {"SCAN usage"})
+            walked = {rows.OPEN_HOLDS: {"SCAN o"}, rows.RECENT_TAKES: {"SCAN h"}}.get(statement, {"SCAN usage"})
             assert {line for line in plan if line.startswith("SCAN")} <= walked
 
 
@@ -147,7 +147,7 @@ def test_a_killed_writer_leaves_a_whole_prefix(tmp_path: Path) -> None:
         assert len(seqs) % 15 == 0
         recovery = asyncio.run(recover(path))
         assert recovery.next_seq == len(seqs) + 1
-        assert recovery.open_executions == []
+        assert recovery.open_holds == []
         assert {balance.spent_microusd for balance in recovery.balances} == {len(seqs) // 3}
 
 

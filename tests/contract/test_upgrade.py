@@ -217,8 +217,8 @@ async def test_what_the_first_schema_wrote_is_kept(opening: Any, tmp_path: Path)
         recovery = await ledger.open_epoch(T0_MS)
         assert (recovery.epoch, recovery.next_seq) == (2, 6)
         assert [(balance.window, balance.spent_microusd) for balance in recovery.balances] == [("lifetime", 50)]
-        [held] = recovery.open_executions
-        assert (held.id.request_id, held.delivered_max, held.price_version) == ("open", 64, 3)
+        [found] = recovery.open_holds
+        assert (found.hold.id.request_id, found.delivered_max, found.hold.price_version) == ("open", 64, 3)
         [usage] = await ledger.usage(UsageQuery(group_by=("day",)))
         assert (usage.group, usage.requests, usage.cost_microusd) == ({"day": "2026-01-01"}, 1, 50)
         loaded = await catalog.load()

@@ -1,6 +1,7 @@
 """A cell that stands by: it leads once the one that leads is gone, frozen or stopped, and gateways find it by themselves."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -11,13 +12,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.e2e.ending_stage import Caller, Stage, read_shown
 from tests.e2e.money_stage import Books
 from tests.e2e.running_cell import START_S, RunningCell, kill_if_running, spawn_cell, start_cell
 from tests.e2e.scripted_engine import Script, ScriptedEngine
-from tests.e2e.sse_client import ask, calling
+from tests.e2e.sse_client import Call, ask, calling
 from tests.postgres_server import shared_server
 
 TAKEOVER_S = 10.0
@@ -40,15 +42,27 @@ class Pair:
         """The leader's management."""
         return Stage(self.leader)
 
-    async def asked(self, caller: Caller, request_id: str, script: Script | None = None) -> int:
+    async def asked(self, caller: Caller, request_id: str, script: Script | None = None, max_output_tokens: int = 50) -> int:
         """The status of a whole answer through the gateway."""
-        body = {
-            "request_id": request_id,
-            "model_alias": "assistant",
-            "input": (script or Script()).prompt(),
-            "max_output_tokens": 50,
-        }
+        body = _body(request_id, script or Script()) | {"max_output_tokens": max_output_tokens}
         return (await ask(self.url, "/v1/generations", method="POST", key=caller.secret, body=body)).status
+
+    def stream(self, caller: Caller, request_id: str, script: Script) -> contextlib.AbstractAsyncContextManager[Call]:
+        """A stream through the gateway."""
+        body = _body(request_id, script) | {"stream": True, "max_output_tokens": 600}
+        return calling(self.url, "/v1/generations", body=body, headers={"authorization": f"Bearer {caller.secret}"})
+
+    async def refused_for_concurrency(self, caller: Caller) -> None:
+        """A coordinator answers again, and what runs still counts: one more is refused, and was never admitted."""
+        began = time.monotonic()
+        while True:
+            body = _body(f"more-{time.monotonic_ns()}", Script())
+            answer = await ask(self.url, "/v1/generations", method="POST", key=caller.secret, body=body)
+            if answer.status == 429:
+                assert answer.json["code"] == "concurrency_limited"
+                return
+            assert answer.status == 503 and time.monotonic() - began < TAKEOVER_S, answer.json
+            await asyncio.sleep(0.05)
 
     async def taken_over(self, caller: Caller, name: str) -> float:
         """Seconds until the gateway serves again; every request until then must be refused as what helps to wait for."""
@@ -67,6 +81,10 @@ class Pair:
         return Stage(self.standby)
 
 
+def _body(request_id: str, script: Script) -> dict[str, Any]:
+    return {"request_id": request_id, "model_alias": "assistant", "input": script.prompt(), "max_output_tokens": 50}
+
+
 def _config(path: Path) -> str:
     return f'[link]\nlisten = "unix:{path}"\n{SHORT}'
 
@@ -83,7 +101,8 @@ def pair(engine: ScriptedEngine, tmp_path: Path) -> Iterator[Pair]:
     standby = spawn_cell(second, "--database", url, "--standby", engine=(engine.url,), config=_config(sockets[1]))
     command = [sys.executable, "-m", "weir.cli.main", "gateway"]
     command += [word for path in sockets for word in ("--connect", f"unix:{path}")]
-    gateway = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    with (tmp_path / "gateway.log").open("w") as log:
+        gateway = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert gateway.stdout is not None
         yield Pair(Books(first, url), leader, standby, gateway, json.loads(gateway.stdout.readline())["url"])
@@ -95,45 +114,56 @@ def pair(engine: ScriptedEngine, tmp_path: Path) -> Iterator[Pair]:
         gateway.communicate(timeout=20)
 
 
-async def test_a_standby_takes_over_from_a_leader_that_is_killed(pair: Pair) -> None:
-    """Protects availability and money: new work goes on within seconds; what the dead one held is the platform's cost."""
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+async def test_what_runs_goes_on_under_the_next_leader(pair: Pair, how: str) -> None:
+    """Protects clients, limits and money: streams and whole answers end as if nothing had happened, and count all the time.
+
+    Woken, a leader that froze admits nothing, writes nothing, and ends saying why.
+    """
     caller = await pair.stage.caller()
+    await pair.stage.admin("PUT", "limits", {"scope": {"tenant": caller.tenant}, "concurrency": 3})
     assert await pair.asked(caller, "before") == 200
-    body = {
-        "request_id": "open",
-        "model_alias": "assistant",
-        "input": Script(tokens=500, gap_ms=20).prompt(),
-        "max_output_tokens": 600,
-        "stream": True,
-    }
-    async with calling(pair.url, "/v1/generations", body=body, headers={"authorization": f"Bearer {caller.secret}"}) as call:
-        assert await call.head() == 200
-        os.kill(pair.leader.process.pid, signal.SIGKILL)
-        await pair.taken_over(caller, "after")
-        shown = await read_shown(call)
-        assert (shown.status, shown.reason) == ("failed", "coordinator_lost")
+    script = Script(tokens=400, gap_ms=25)
+    stream, other = pair.stream(caller, "stream", script), pair.stream(caller, "other", script)
+    whole = asyncio.get_running_loop().create_task(pair.asked(caller, "whole", script, max_output_tokens=500))
+    async with stream as call, other as second:
+        assert await call.head() == await second.head() == 200
+        await pair.stage.wait_status(caller, "whole", "running")
+        os.kill(pair.leader.process.pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        try:
+            await pair.refused_for_concurrency(caller)
+            shown = [await read_shown(each) for each in (call, second)]
+        finally:
+            if how == "frozen":
+                os.kill(pair.leader.process.pid, signal.SIGCONT)
+        assert [(each.status, each.reason) for each in shown] == [("completed", "stop")] * 2
+        assert [each.text.count(" ") for each in shown] == [400] * 2
+        assert await whole == 200
     stage = await asyncio.to_thread(pair.wait_standby_ready)
-    record = await stage.admin("GET", f"generations/{caller.tenant}/open")
-    assert (record["status"], record["finish_reason"], record["usage"]["cost_microusd"]) == ("failed", "coordinator_lost", 0)
-    assert (await ask(pair.url, "/v1/generations/before", key=caller.secret)).json["status"] == "completed"
+    if how == "frozen":
+        assert await asyncio.to_thread(pair.leader.process.wait, 20) == 2
+        assert "A newer coordinator writes to this store" in pair.leader.tail()
     await stage.check_quiet()
-    assert (await stage.admin("GET", f"ledger?tenant={caller.tenant}"))["open_holds"] == 0
+    for name in ("stream", "other", "whole"):
+        record = await stage.admin("GET", f"generations/{caller.tenant}/{name}")
+        assert (record["status"], record["usage"]["output_tokens"], record["usage"]["basis"]) == ("completed", 400, "engine")
+    assert (await ask(pair.url, "/v1/generations/before", key=caller.secret)).json["status"] == "completed"
+    assert await pair.asked(caller, "later") == 200
     assert (await pair.books.verified())["open holds"] == 0
 
 
-async def test_a_leader_that_froze_writes_nothing_once_another_leads(pair: Pair) -> None:
-    """Protects against two leaders: woken, the old one admits nothing, writes nothing, and ends saying why."""
+async def test_a_gateway_that_dies_with_its_coordinator_holds_until_its_lease(pair: Pair) -> None:
+    """Protects tenants and lanes: what nobody tells the next leader of is held, then ends by rule at the platform's cost."""
     caller = await pair.stage.caller()
-    assert await pair.asked(caller, "before") == 200
-    os.kill(pair.leader.process.pid, signal.SIGSTOP)
-    try:
-        await pair.taken_over(caller, "after")
-    finally:
-        os.kill(pair.leader.process.pid, signal.SIGCONT)
-    stage = await asyncio.to_thread(pair.wait_standby_ready)
-    assert await asyncio.to_thread(pair.leader.process.wait, 20) == 2
-    assert "A newer coordinator writes to this store" in pair.leader.tail()
-    assert await pair.asked(caller, "later") == 200
+    async with pair.stream(caller, "open", Script(tokens=500, gap_ms=20)) as call:
+        assert await call.head() == 200
+        os.kill(pair.leader.process.pid, signal.SIGKILL)
+        pair.gateway.kill()
+        stage = await asyncio.to_thread(pair.wait_standby_ready)
+        assert (await stage.admin("GET", f"ledger?tenant={caller.tenant}"))["open_holds"] == 1
+        await stage.wait_status(caller, "open", "failed")
+    record = await stage.admin("GET", f"generations/{caller.tenant}/open")
+    assert (record["finish_reason"], record["usage"]["cost_microusd"]) == ("coordinator_lost", 0)
     await stage.check_quiet()
     assert (await pair.books.verified())["open holds"] == 0
 

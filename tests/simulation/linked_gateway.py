@@ -86,20 +86,20 @@ class Asked:
 class LinkedGateway:
     """A gateway as a process composes it, with its clients. is_open: since it had its first snapshot, until it dies.
 
-    lost_s: when it lost sessions.
+    lost_s, renewed_s: when it lost sessions, or told another coordinator what they carried.
     """
 
     def __init__(self, world: "LinkWorld", name: str, cable: Cable) -> None:
         self._world = world
         self.name = name
         self.cable = cable
-        self._sessions = 0
         self._grace_ms = GatewayConfig().slow_client_grace_ms
         self.inbox = Inbox(world.stand.clock)
         heard = Heard(self._hear, self.inbox, "arrived")
-        self.end = GatewayEnd(world.stand.clock, [cable.connect], "", heard, self._new_name)
-        self.end.on_lost = self._lose
+        self.end = GatewayEnd(world.stand.clock, [cable.connect], "", heard, name)
+        self.end.on_lost, self.end.on_renewed = self._lose, self._renew
         self.lost_s: list[float] = []
+        self.renewed_s: list[float] = []
         self.asked: list[Asked] = []
         self.is_open = self.is_dead = self.was_killed = False
         self.gateway: Gateway
@@ -107,14 +107,10 @@ class LinkedGateway:
         self._services = [world.tasks.create_task(self._serve())]
         world.watch(self.end._endpoint)
 
-    def _new_name(self) -> str:
-        self._sessions += 1
-        return f"{self.name}-{self._sessions}"
-
     @property
     def session(self) -> str:
         """The name of its session, should it have one."""
-        return f"{self.name}-{self._sessions}"
+        return self.end.session
 
     def _hear(self, moment: Moment, message: Up | Down) -> None:
         self._world.hear(self, moment, message)
@@ -123,6 +119,11 @@ class LinkedGateway:
         self.lost_s.append(now_s())
         self._world.watch(self.end._endpoint)
         self.inbox.lose()
+
+    def _renew(self) -> None:
+        self.renewed_s.append(now_s())
+        self._world.watch(self.end._endpoint)
+        self.inbox.renew()
 
     async def _serve(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -133,7 +134,9 @@ class LinkedGateway:
             planner = Planner(self.inbox, lambda kind: world.engine, terms.digest_key, terms.salt_key)
             entropy = SeededEntropy(world.seed, self.name)
             self.gateway = Gateway(world.stand.clock, entropy, GatewayConfig(), self.inbox, planner, world.stand.telemetry)
-            self.gateway.connect(self, lambda kind: world.engine, terms.step_tokens, terms.store_wait_ms)
+            self.gateway.connect(
+                self, lambda kind: world.engine, terms.step_tokens, terms.store_wait_ms, lambda: self.end.is_heard
+            )
             self.is_open = True
             await self.gateway.run()
 

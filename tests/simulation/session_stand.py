@@ -4,12 +4,14 @@ What the gateways say is the test's choice. At its end a scene is audited: no ho
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
 from tests.simulation.test_late_messages import ASKED, GROUP_MS
 
+from weir import errors
 from weir.config import CoordinatorConfig
 from weir.coordinator.coordinator import Coordinator, CoordinatorParts
 from weir.coordinator.execution import Execution
@@ -111,9 +113,20 @@ class Stand:
         config: CoordinatorConfig = CONFIG,
     ) -> None:
         self.clock = StepClock(virtual_loop())
-        self.ledger, self.book, self.store_s = ledger, recovered.book, dict[Operation, float]()
+        self.ledger, self.store_s, self.leads = ledger, dict[Operation, float](), True
         ledger.delay = self._delay
-        self.fleet, self.leads = Fleet(self.clock), True
+        self._config, self._lanes, self._kv_tokens = config, lanes, kv_tokens
+        self.tenants: dict[int, str] = {}
+        self._last_ref = 0
+        self.fleet_s = 0.0
+        self._takes_over = False
+        self.replaced: list[asyncio.Task[None]] = []
+        self.lead(recovered)
+
+    def lead(self, recovered: Recovered) -> None:
+        """A coordinator begins on what was recovered. fleet_s: after which it hears of its replicas."""
+        config, ledger = self._config, self.ledger
+        self.book, self.fleet = recovered.book, Fleet(self.clock)
         self.executions = ExecutionTable(ledger, 1_000, config.request_id_ms, config.store_wait_ms)
         self.telemetry = Telemetry()
         parts = CoordinatorParts(
@@ -126,17 +139,47 @@ class Stand:
             rejections=RejectionCounter(ledger, self.clock),
             telemetry=self.telemetry,
             leads=lambda: self.leads,
+            kept=recovered.kept if self._takes_over else None,
         )
+        self.fleet.add_pool(Pool(POOL, REVISION.id, 2, self._lanes))
         self.coordinator = Coordinator(parts, first_snapshot(SPEC))
-        self.fleet.add_pool(Pool(POOL, REVISION.id, 2, lanes))
+        if self.fleet_s:
+            virtual_loop().call_later(self.fleet_s, self._find_replicas, self.fleet)
+        else:
+            self._find_replicas(self.fleet)
+
+    def _find_replicas(self, fleet: Fleet) -> None:
         for name in ("first", "second"):
-            self.fleet.add(name, POOL, lanes)
+            fleet.add(name, POOL, self._lanes)
             address = ReplicaAddress(
-                name, POOL, REVISION.id, EngineKind.SIMULATED, "", "model", 4_096, counts_tokens=True, kv_tokens=kv_tokens
+                name,
+                POOL,
+                REVISION.id,
+                EngineKind.SIMULATED,
+                f"at {name}",
+                "model",
+                4_096,
+                counts_tokens=True,
+                kv_tokens=self._kv_tokens,
             )
-            self.fleet.answered(address)
-        self.tenants: dict[int, str] = {}
-        self._last_ref = 0
+            fleet.answered(address)
+
+    def run_in(self, tasks: asyncio.TaskGroup) -> None:
+        """Run its coordinator; one that finds that another leads ends quietly."""
+        self._tasks = tasks
+        self.leading = tasks.create_task(_until_replaced(self.coordinator))
+
+    async def take_over(self, *, is_killed: bool = True) -> Recovered:
+        """Another coordinator leads on the same ledger; the former one is killed before, or finds out by itself."""
+        if is_killed:
+            self.leading.cancel()
+        else:
+            self.replaced.append(self.leading)
+        recovered = await recover(self.ledger, self.clock, first_snapshot(SPEC), GROUP_MS, keeps_open=True)
+        self._takes_over = True
+        self.lead(recovered)
+        self.run_in(self._tasks)
+        return recovered
 
     async def _delay(self, operation: Operation) -> None:
         await asyncio.sleep(self.store_s.get(operation, 0.001))
@@ -193,6 +236,14 @@ class Stand:
         assert balance.spent_tokens == sum(end.tenant_input_tokens + end.tenant_output_tokens for end in ends)
 
 
+async def _until_replaced(coordinator: Coordinator) -> None:
+    with contextlib.suppress(errors.StaleEpoch):
+        try:
+            await coordinator.run()
+        except* errors.StaleEpoch as replaced:
+            raise replaced.exceptions[0] from None
+
+
 def virtual_loop() -> VirtualLoop:
     """The loop of virtual time that runs."""
     loop = asyncio.get_running_loop()
@@ -210,10 +261,10 @@ def play(
 
     async def scene() -> None:
         ledger = MemoryLedger()
-        recovered = await recover(ledger, StepClock(virtual_loop()), first_snapshot(SPEC), GROUP_MS)
-        stand = Stand(ledger, recovered, lanes, kv_tokens, config)
+        clock = StepClock(virtual_loop())
+        stand = Stand(ledger, await recover(ledger, clock, first_snapshot(SPEC), GROUP_MS), lanes, kv_tokens, config)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(stand.coordinator.run())
+            stand.run_in(tasks)
             await asyncio.sleep(0)
             await script(stand)
             await asyncio.sleep(10)

@@ -68,6 +68,8 @@ class Scene:
             engine_for=lambda kind: self.engine,
             salt_of=lambda plan: "salt",
             spawn=self._spawn,
+            reopen=lambda ref: ref,
+            is_heard=lambda: True,
         )
         request = InferenceRequest(ALIAS.name, "a question with an answer", stream=True)
         workload = DEFAULT_WORKLOAD_CLASSES[0]

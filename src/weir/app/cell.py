@@ -160,7 +160,13 @@ class Cell:
             return
         await self._commands.refresh()
         snapshot = self._commands.published.serving(self._served_pools())
-        recovered = await recover(self._stores.ledger, self._clock, snapshot, self._config.coordinator.group_ms)
+        recovered = await recover(
+            self._stores.ledger,
+            self._clock,
+            snapshot,
+            self._config.coordinator.group_ms,
+            keeps_open=self._config.link.listen is not None,
+        )
         if recovered.resolved:
             self._options.announce(f"resolved {recovered.resolved} hold(s) that a crash left open")
         coordinator = self._coordinator = self._compose_coordinator(recovered, snapshot)
@@ -222,6 +228,8 @@ class Cell:
             rejections=RejectionCounter(self._stores.ledger, self._clock),
             telemetry=self._telemetry,
             leads=self._leadership.holds if self._leadership is not None else lambda: True,
+            kept=recovered.kept if self._config.link.listen is not None else None,
+            lease_ms=self._config.link.lease_ms,
         )
         return Coordinator(parts, snapshot)
 

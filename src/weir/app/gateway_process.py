@@ -72,14 +72,12 @@ class GatewayProcess:
         self._telemetry = Telemetry()
         self._engines = EngineClients(options.config.engine)
         self._inbox = Inbox(self._clock)
-        self._link = GatewayEnd(self._clock, options.connect, options.token, self._inbox, self._new_name)
-        self._link.on_lost = self._inbox.lose
+        name = f"gw-{self._entropy.token(8).hex()}"
+        self._link = GatewayEnd(self._clock, options.connect, options.token, self._inbox, name)
+        self._link.on_lost, self._link.on_renewed = self._inbox.lose, self._inbox.renew
         self._draining = False
         self._refused: errors.LinkFault | None = None
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def _new_name(self) -> str:
-        return f"gw-{self._entropy.token(8).hex()}"
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[GatewayReady], None]) -> None:
         """Serve until `stop`, then drain. Raises what broke the gateway, and LinkFault where no coordinator takes it."""
@@ -146,7 +144,7 @@ class GatewayProcess:
         planner = Planner(self._inbox, self._engines.of, terms.digest_key, terms.salt_key)
         config = self._options.config.gateway
         gateway = Gateway(self._clock, self._entropy, config, self._inbox, planner, self._telemetry)
-        gateway.connect(self._link, self._engines.of, terms.step_tokens, terms.store_wait_ms)
+        gateway.connect(self._link, self._engines.of, terms.step_tokens, terms.store_wait_ms, lambda: self._link.is_heard)
         self._telemetry.read_gauges_from(lambda: self._gauges(gateway))
         return gateway
 

@@ -1,20 +1,8 @@
-"""A gateway's request for a grant, as admission sees it and as it is after a while."""
-
-import msgspec
+"""A gateway's request for a grant, as admission sees it."""
 
 from weir.core.admission import Asked
 from weir.core.tenancy import Principal
 from weir.messages import Acquire
-from weir.units import Millis, ns_from_ms
-
-
-def later(acquire: Acquire, elapsed_ms: Millis) -> Acquire:
-    """The same question after it waited: its deadline doesn't move."""
-    return msgspec.structs.replace(
-        acquire,
-        deadline_left_ms=acquire.deadline_left_ms - elapsed_ms,
-        waited_ns=acquire.waited_ns + ns_from_ms(elapsed_ms),
-    )
 
 
 def question_of(acquire: Acquire, *, is_quarantined: bool) -> Asked:

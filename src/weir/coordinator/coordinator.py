@@ -12,14 +12,14 @@ itself. Who waits and what starts is its dispatcher's, how an end is posted its 
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from weir import errors
 from weir.config import CoordinatorConfig
-from weir.coordinator.asking import later, question_of
+from weir.coordinator.asking import question_of
 from weir.coordinator.blame import Blame, fingerprint_of
 from weir.coordinator.dispatcher import Dispatcher, Offer, Turns
 from weir.coordinator.domain import MakeOrder
@@ -34,13 +34,13 @@ from weir.coordinator.rejections import RejectionCounter
 from weir.coordinator.sessions import LocalLink, Session
 from weir.coordinator.settler import Settler
 from weir.coordinator.store_watch import StoreWatch
+from weir.coordinator.takeover import Takeover, TakeoverParts
 from weir.core.admission import Admit, Bound, decide, idempotency_refusal
 from weir.core.endings import FinishReason
 from weir.core.ledger import reservation
 from weir.core.ledger.book import Book, Taken
 from weir.core.ledger.records import ExecutionId
 from weir.core.metering import InputBasis
-from weir.core.registry.model import WorkloadClass
 from weir.core.registry.snapshot import Snapshot
 from weir.core.request import Admit as AdmitEvent
 from weir.core.request import Dispatched, FirstOutput, Queued, Received, advance
@@ -58,14 +58,17 @@ from weir.messages import (
     HoldBooked,
     Lookup,
     Progress,
+    Reattach,
+    ReattachedAll,
     Register,
     Rejected,
     SnapshotFresh,
     Stopped,
     StopRequest,
     Up,
+    later,
 )
-from weir.ports import Clock, GatewayInbox
+from weir.ports import Clock, GatewayInbox, OpenHold
 from weir.telemetry import Telemetry
 from weir.units import Millis, Moment, Nanos, ceil_ms_from_ns, ms_from_ns, ns_from_ms
 
@@ -76,7 +79,8 @@ _LATE_RETRY_MS = 1_000
 class CoordinatorParts:
     """What a coordinator works with. order: between tenants; None for the product's, which is fair.
 
-    leads: whether it may grant now; another one may lead where it may not.
+    leads: whether it may grant now; another one may lead where it may not. kept: what an earlier one left open, which the
+    book holds, None where no gateway can outlive a coordinator; lease_ms: how long that waits for its gateway.
     """
 
     clock: Clock
@@ -89,6 +93,8 @@ class CoordinatorParts:
     telemetry: Telemetry
     order: MakeOrder | None = None
     leads: Callable[[], bool] = lambda: True
+    kept: Sequence[OpenHold] | None = None
+    lease_ms: Millis = 15_000
 
 
 class Coordinator:
@@ -111,7 +117,22 @@ class Coordinator:
         self._blame = Blame(parts.clock, parts.fleet)
         turns = Turns(self._weight_of, parts.order)
         self._dispatcher = Dispatcher(parts.clock, parts.config, parts.fleet, parts.journal, self._settler, turns)
-        self._leads = self._dispatcher.may_grant = parts.leads
+        self._leads = parts.leads
+        self._takeover = Takeover(
+            TakeoverParts(
+                clock=parts.clock,
+                fleet=parts.fleet,
+                executions=parts.executions,
+                sessions=self._sessions,
+                dispatcher=self._dispatcher,
+                standing=self._queries.standing,
+                finish=self._on_finish,
+                lose=self.lose,
+                start=self._start,
+                lease_ms=parts.lease_ms,
+            )
+        )
+        self._dispatcher.may_grant = self._may_grant
         self._store_watch = StoreWatch(
             parts.clock,
             ns_from_ms(parts.config.store_wait_ms),
@@ -129,11 +150,17 @@ class Coordinator:
             Progress: self._on_progress,
             Finish: self._on_finish,
             Stopped: self._on_stopped,
+            Reattach: self._takeover.on_reattach,
+            ReattachedAll: self._takeover.on_reattached_all,
             CancelById: self._queries.on_cancel_by_id,
             Lookup: self._queries.on_lookup,
             AskStanding: self._queries.on_ask_standing,
         }
         self._fleet.on_change = self._fleet_changed
+        if parts.kept is not None:
+            self._takeover.restore(parts.kept, snapshot)
+        if parts.kept:
+            self._settler.idle.clear()
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -142,12 +169,14 @@ class Coordinator:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
+                self._takeover.begin()
                 loops = [tasks.create_task(self._store_watch.run()), tasks.create_task(self._rejections.run())]
                 await self._journal.run()
                 for task in loops:
                     task.cancel()
         finally:
             self._closed = True  # also after a failure: nothing is started any more, and nothing admitted
+            self._takeover.close()
         await self._rejections.flush()
 
     def close(self) -> None:
@@ -184,7 +213,8 @@ class Coordinator:
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def connect(self, register: Register, inbox: GatewayInbox) -> LocalLink:
-        """Open a session for a gateway in this process; it gets the snapshot and the fleet at once."""
+        """Open a session for a gateway; it gets the snapshot and the fleet at once."""
+        self._takeover.registered(register)
         session = self._sessions.open(register.session, inbox)
         inbox.deliver(self._snapshot)
         if (fresh_ms := self.fresh_ms) is not None:
@@ -209,6 +239,7 @@ class Coordinator:
                 self._settler.give_up_completion(execution, FinishReason.COORDINATOR_LOST)
             for placement in execution.placements:
                 self._on_stopped(lost, Stopped(execution.acquire.ref, placement.attempt))
+        self._takeover.lost(session)
 
     def receive(self, session: Session, message: Up) -> None:
         """One message of a session; of one that is over it is not heard."""
@@ -244,11 +275,16 @@ class Coordinator:
 
     def _fleet_changed(self) -> None:
         self._sessions.tell_all(FleetView(self._fleet.ready_addresses()))
+        self._takeover.look_around()
         self._dispatcher.schedule()
 
     # ── admission ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_acquire(self, session: Session, asked: Acquire) -> None:
+        if self._takeover.is_recovering:
+            session.asking.add(asked.ref)
+            self._takeover.when_active(partial(self._acquire_again, session, asked, self._clock.monotonic_ns()))
+            return
         if (refusal := self._refusal_of_state()) is not None:
             self._reject(session, asked, refusal)
             return
@@ -258,6 +294,12 @@ class Coordinator:
             return
         session.asking.add(asked.ref)  # the id may be bound by an execution that only the store remembers
         self._start(self._admit_after_lookup(session, asked))
+
+    def _acquire_again(self, session: Session, asked: Acquire, since_ns: Nanos) -> None:
+        """It was asked while gateways told what they carry."""
+        if session.is_open and asked.ref in session.asking:
+            session.asking.discard(asked.ref)
+            self._on_acquire(session, later(asked, ceil_ms_from_ns(self._clock.monotonic_ns() - since_ns)))
 
     async def _admit_after_lookup(self, session: Session, asked: Acquire) -> None:
         bound: Bound | None = None
@@ -311,7 +353,7 @@ class Coordinator:
             service_class=asked.service_class,
             input_tokens=asked.input_tokens if is_exact else None,
         )
-        workload = self._workload_class(asked.workload_class)
+        workload = self._snapshot.workload_class(asked.workload_class)
         return self._dispatcher.offer([self._fleet.pool(pool.name) for pool in pools], asked, revision, workload)
 
     def _refusal_of_state(self) -> errors.WeirError | None:
@@ -339,7 +381,7 @@ class Coordinator:
             deadline_ns=now_ns + ns_from_ms(asked.deadline_left_ms),
             state=advance(Received(ms_from_ns(now_ns - asked.waited_ns)), AdmitEvent(ms_from_ns(now_ns))),
             reservation=reservation.Held(admit.worst),
-            workload=self._workload_class(asked.workload_class),
+            workload=self._snapshot.workload_class(asked.workload_class),
             predicted_wait_ms=offer.door.predicted_wait_ms,
             need=offer.need,
         )
@@ -439,7 +481,12 @@ class Coordinator:
     def _on_stopped(self, session: Session, stopped: Stopped) -> None:
         execution = session.by_ref.get(stopped.ref)
         placement = execution.placement_of(stopped.attempt) if execution else None
-        if execution is None or placement is None or placement.lane is None:
+        if execution is None or placement is None:
+            self._takeover.stray_stopped(session.name, stopped)
+            return
+        self._takeover.stopped(placement)
+        if placement.lane is None:
+            self._settler.forget_if_quiet(execution)
             return
         revision = execution.acquire.revision
         lane, placement.lane = placement.lane, None
@@ -474,8 +521,8 @@ class Coordinator:
     def _weight_of(self, tenant: str) -> int:
         return self._snapshot.tenants[tenant].weight
 
-    def _workload_class(self, name: str) -> WorkloadClass:
-        return next(row for row in self._snapshot.workload_classes if row.name == name)
+    def _may_grant(self) -> bool:
+        return self._leads() and not self._takeover.is_recovering
 
     def _start(self, work: Coroutine[Any, Any, None]) -> bool:
         """Run a task of the coordinator's; False once it is closed."""

@@ -163,6 +163,10 @@ class Dispatcher:
         free, waiting = self._fleet.lanes(pool)[1], self.waiting_in(pool.name)
         return DoorFigures(pool.name, door.lanes, free, waiting, door.predicted_wait_ms, door.times.prefill_ms)
 
+    def expect(self, execution: Execution) -> None:
+        """What an execution that an earlier coordinator admitted is expected to take."""
+        self._domain_of(execution).expect(execution)
+
     def enqueue(self, execution: Execution) -> None:
         """An admitted execution waits in its flow; `start` follows."""
         domain = self._domain_of(execution)
@@ -203,8 +207,8 @@ class Dispatcher:
     def _end_waiting(self, execution: Execution, reason: FinishReason) -> None:
         if reason is FinishReason.QUEUE_WAIT and not execution.placements:
             self._domain_of(execution).expired(execution, self._clock.monotonic_ns())
-        self._domain_of(execution).remove(execution, self._clock.monotonic_ns())
-        self._queued.pop(execution.id, None)
+        if self._queued.pop(execution.id, None) is not None:  # else no gateway has told it again
+            self._domain_of(execution).remove(execution, self._clock.monotonic_ns())
         execution.cancel_timer()
         self._settler.end_waiting(execution, reason)
 
@@ -218,11 +222,12 @@ class Dispatcher:
         return Domain(self._config, self._make_order(self._weight_of), self._lengths, lambda: pool.pace)
 
     def _domain_of(self, execution: Execution) -> Domain:
-        return self._pools[execution.pool].of(execution.acquire.service_class)
+        return self._domain(execution.pool, execution.acquire.service_class)
 
     def _watch_the_wait(self, execution: Execution) -> None:
         now_ns = self._clock.monotonic_ns()
-        bound_ns = now_ns + ns_from_ms(self._config.queue_wait_ms)
+        since_ns = now_ns if execution.placements else execution.admitted_ns
+        bound_ns = since_ns + ns_from_ms(self._config.queue_wait_ms)
         due_ns = min(bound_ns, execution.deadline_ns)
         reason = FinishReason.QUEUE_WAIT if bound_ns < execution.deadline_ns else FinishReason.DEADLINE
         delay_s = max(0, due_ns - now_ns) / 1e9
@@ -287,6 +292,15 @@ class Dispatcher:
     def _candidates(self, execution: Execution, need: Need, avoid: str | None, chosen: Replica | None = None) -> Candidates:
         replicas = self._fleet.pool(execution.pool).replicas.values()
         return candidates_of(replicas, need, self._fleet.prefixes, avoid, chosen)
+
+    def resume(self, execution: Execution, placement: Placement, replica: Replica, lane: int | None) -> None:
+        """It runs on this replica since an earlier coordinator dispatched it, on this lane if that is known."""
+        need, now_ns = execution.need, self._clock.monotonic_ns()
+        kv_tokens = max(need.kv_tokens, need.input_tokens + execution.delivered_max)
+        unread = 0 if placement.has_output else need.input_tokens
+        placement.replica, placement.lane = replica, replica.retake_lane(lane, kv_tokens, unread, now_ns)
+        if placement.lane is not None:
+            self._domain_of(execution).resume(execution, placement)
 
     def append_step(self, execution: Execution, delivered_max: Tokens) -> None:
         """Book output up to delivered_max ahead of its delivery; the gateway hears once it is durable."""

@@ -113,6 +113,14 @@ class Domain:
     def _scaled(self, backlog_ms: Millis | None) -> Millis | None:
         return None if backlog_ms is None else max(1, backlog_ms * self._backlog_percent // 100)
 
+    def expect(self, execution: Execution) -> None:
+        """What one that an earlier coordinator admitted is expected to take of a replica, and of the domain."""
+        need = self.need_of(execution.acquire, execution.admit.revision, execution.workload)
+        execution.need, execution.cost = need, self._cost_of_need(need)
+
+    def _cost_of_need(self, need: Need) -> Cost:
+        return self._costs.cost(need.input_tokens, 0, need.kv_tokens - need.input_tokens)
+
     def push(self, execution: Execution) -> None:
         """Wait in the tenant's flow, at the cost that is expected now."""
         self.queue.push(self._entry(execution))
@@ -127,7 +135,7 @@ class Domain:
             tenant=execution.id.tenant,
             key=execution.id,
             size=execution.acquire.input_bytes,
-            cost=self._costs.cost(need.input_tokens, 0, need.kv_tokens - need.input_tokens),
+            cost=self._cost_of_need(need),
             start_by_ns=self._start_by_ns(execution),
             need=need,
         )
@@ -245,6 +253,10 @@ class Domain:
             self._turns.nobody_waits(now_ns)
         return ticket.cost if ticket is not None else 0
 
+    def resume(self, execution: Execution, placement: Placement) -> None:
+        """It runs since an earlier coordinator dispatched it."""
+        self._rate.began(execution.cost, placement.lane_taken_ns)
+
     def _observe_pace(self, now_ns: Nanos) -> None:
         """Between two turns of a time in which more than one request waited."""
         queue = self.queue
@@ -256,7 +268,8 @@ class Domain:
     def produced(self, execution: Execution, output_tokens: Tokens) -> None:
         """It has this much output by now: what goes beyond the expected is charged at once."""
         ticket = execution.ticket
-        assert ticket is not None
+        if ticket is None:
+            return  # an earlier coordinator dispatched it, and its flow paid there
         cost = self._costs.cost(execution.admit.worst.input_tokens, 0, output_tokens)
         if cost > ticket.cost:
             execution.ticket = self.queue.correct(ticket, cost)

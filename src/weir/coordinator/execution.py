@@ -25,7 +25,8 @@ from weir.units import Millis, Nanos, Tokens
 class Placement:
     """Where an attempt runs or ran. lane: None once it was given back. lane_taken_ns: when it was taken.
 
-    cached_tokens: of its input, believed to be held there. has_output: its first output came.
+    cached_tokens: of its input, believed to be held there. has_output: its first output came. is_unplaced: it may run, on a
+    replica that is not known yet.
     """
 
     replica: Replica
@@ -34,6 +35,7 @@ class Placement:
     lane_taken_ns: Nanos
     cached_tokens: Tokens = 0
     has_output: bool = False
+    is_unplaced: bool = False
 
 
 @dataclass(slots=True)
@@ -100,7 +102,7 @@ class Execution:
     @property
     def holds_lane(self) -> bool:
         """Whether an engine may still run something for it, also for an attempt that was lost."""
-        return any(placement.lane is not None for placement in self.placements)
+        return any(placement.lane is not None or placement.is_unplaced for placement in self.placements)
 
     @property
     def key(self) -> tuple[str, str]:

@@ -95,6 +95,8 @@ class Fleet:
         self.on_condemned: Callable[[str], None] = lambda replica: None
         self.on_demand: Callable[[str], None] = lambda pool: None
         self.on_state: Callable[[Replica, ReplicaState, str], None] = lambda replica, before, why: None
+        self.on_known: Callable[[Replica, ReplicaAddress], None] = lambda replica, address: None
+        """Told when a replica's address is learnt, before it takes any work."""
 
     # ── reported by control ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -130,6 +132,7 @@ class Fleet:
 
     def _learn(self, replica: Replica, address: ReplicaAddress) -> None:
         """Where it is, what its memory holds and how fast it is."""
+        is_new = address.name not in self._addresses
         self._addresses[address.name] = address
         replica.room.kv_tokens_max = address.kv_tokens
         if address.cache_salt:
@@ -138,6 +141,8 @@ class Fleet:
         if pace is not None:
             self._pools[address.pool].keep_pace(address.name, pace)
             replica.room.input_ms = pace.input_ms
+        if is_new:
+            self.on_known(replica, address)
 
     def doubted(self, pool: str, name: str) -> None:
         """A probe of the replica failed: no new work until it answers."""
@@ -208,6 +213,17 @@ class Fleet:
     def known_address(self, name: str) -> ReplicaAddress | None:
         """A replica's address, once it answered."""
         return self._addresses.get(name)
+
+    def find(self, pool: str, name: str, url: str | None) -> Replica | None:
+        """A replica of a pool by its name, else by its address: another supervisor may have named it otherwise."""
+        replicas = self._pools[pool].replicas if pool in self._pools else {}
+        if name in replicas and name in self._addresses:
+            return replicas[name]
+        return next((replicas[each] for each in replicas if url is not None and self._url_of(each) == url), None)
+
+    def _url_of(self, name: str) -> str | None:
+        address = self._addresses.get(name)
+        return address.url if address is not None else None
 
     def ready_addresses(self) -> tuple[ReplicaAddress, ...]:
         """Addresses of all replicas that take work now; half-open ones come last, for others are to be asked first."""

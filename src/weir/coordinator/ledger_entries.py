@@ -12,7 +12,7 @@ from weir.core.ledger.book import Taken
 from weir.core.ledger.records import BucketTake, EndRecord, HoldRecord, ReleaseRecord, SettleRecord, Timing
 from weir.core.metering import Basis, Charge, Price, Usage, Worst, charge
 from weir.messages import AttemptUsage, Finish
-from weir.ports import StoredExecution
+from weir.ports import OpenHold
 from weir.units import Millis, Tokens
 
 DETAIL_CHARS_MAX = 500
@@ -146,29 +146,30 @@ def finish_of_lost(execution: Execution) -> Finish:
     return Finish(ref, placement.attempt, reason, execution.delivered_max, used)
 
 
-def recovery_record(stored: StoredExecution, price: Price, stamp: Stamp) -> EndRecord:
+def recovery_record(found: OpenHold, price: Price, stamp: Stamp) -> EndRecord:
     """How a hold without settlement ends after a crash: released if never dispatched, else the platform's, uncertain."""
     reason = FinishReason.COORDINATOR_LOST
     rule = ending(reason)
-    if stored.replica is None:
-        return ReleaseRecord(stamp.seq, stamp.at_ms, stored.id, rule.status, reason, (), Timing(), error_code_of(reason))
-    input_tokens = stored.input_tokens_held * stored.choices
-    platform_microusd = price.cost(input_tokens, 0, stored.delivered_max)
-    if stored.attempt > 1:  # what the attempt used that was retried, as far as it was booked
-        platform_microusd += price.cost(input_tokens, 0, stored.lost_delivered_max)
+    hold = found.hold
+    if found.replica is None:
+        return ReleaseRecord(stamp.seq, stamp.at_ms, hold.id, rule.status, reason, (), Timing(), error_code_of(reason))
+    input_tokens = hold.input_tokens * hold.choices
+    platform_microusd = price.cost(input_tokens, 0, found.delivered_max)
+    if found.attempt > 1:  # what the attempt used that was retried, as far as it was booked
+        platform_microusd += price.cost(input_tokens, 0, found.lost_delivered_max)
     return SettleRecord(
         seq=stamp.seq,
         at_ms=stamp.at_ms,
-        id=stored.id,
-        attempt=stored.attempt,
-        replica=stored.replica,
+        id=hold.id,
+        attempt=found.attempt,
+        replica=found.replica,
         status=rule.status,
         finish_reason=reason,
         basis=Basis.UNCERTAIN,
         input_tokens=input_tokens,
         cached_input_tokens=0,
-        output_tokens=stored.delivered_max,
-        delivered_tokens=stored.delivered_max,
+        output_tokens=found.delivered_max,
+        delivered_tokens=found.delivered_max,
         tenant_input_tokens=0,
         tenant_cached_input_tokens=0,
         tenant_output_tokens=0,

@@ -1,14 +1,19 @@
-"""A coordinator starts: take the epoch, rebuild the book from balances and takes, end by rule what a crash left open."""
+"""A coordinator starts: take the epoch, rebuild the book from balances, holds and takes.
 
+What an earlier coordinator left open is kept where gateways outlive coordinators, and is ended by rule where they do not.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from weir.coordinator.journal import Journal
 from weir.coordinator.ledger_entries import Stamp, recovery_record
+from weir.coordinator.restoring import scopes_of_hold, worst_of
 from weir.core.ledger.book import Book
 from weir.core.ledger.records import BucketTake, LedgerRecord
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import Scope
-from weir.ports import Clock, LedgerStore, Recovery
+from weir.ports import Clock, LedgerStore, OpenHold, Recovery
 from weir.units import NANOS_PER_MINUTE, Millis, ms_from_ns, ns_from_ms
 
 RECENT_TAKES_MS: Millis = 2 * ms_from_ns(NANOS_PER_MINUTE)
@@ -17,29 +22,37 @@ RECENT_TAKES_MS: Millis = 2 * ms_from_ns(NANOS_PER_MINUTE)
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a coordinator starts with. resolved: holds that a crash left open."""
+    """What a coordinator starts with. kept: open holds, which the book holds; resolved: how many were ended by rule."""
 
     book: Book
     journal: Journal
+    kept: Sequence[OpenHold]
     resolved: int
 
 
-async def recover(store: LedgerStore, clock: Clock, snapshot: Snapshot, group_ms: Millis) -> Recovered:
-    """Become the cell's writer. group_ms: see `Journal`. Raises StoreFault when the store cannot be opened."""
+async def recover(
+    store: LedgerStore, clock: Clock, snapshot: Snapshot, group_ms: Millis, *, keeps_open: bool = False
+) -> Recovered:
+    """Become the cell's writer. group_ms: see `Journal`. Raises StoreFault when the store cannot be opened.
+
+    keeps_open: gateways may still carry what is open; of pools that are served no more, it is ended all the same.
+    """
     recovery = await store.open_epoch(clock.wall_ms() - RECENT_TAKES_MS)
     book = Book()
     journal = Journal(store, clock, recovery.epoch, recovery.next_seq, group_ms)
-    _rebuild(book, recovery, clock, snapshot)
+    kept = [found for found in recovery.open_holds if keeps_open and found.hold.pool in snapshot.pools]
+    _rebuild(book, recovery, kept, clock, snapshot)
     ends: list[LedgerRecord] = []
-    for stored in recovery.open_executions:
-        price = snapshot.price_of(stored.record.revision, stored.price_version)
-        ends.append(recovery_record(stored, price, Stamp(journal.next_seq(), clock.wall_ms())))
+    for found in recovery.open_holds:
+        if found not in kept:
+            price = snapshot.price_of(found.hold.revision, found.hold.price_version)
+            ends.append(recovery_record(found, price, Stamp(journal.next_seq(), clock.wall_ms())))
     if ends:  # durable before the first question, so that nobody is told of a request that runs no more
         await store.write(recovery.epoch, ends)
-    return Recovered(book, journal, len(ends))
+    return Recovered(book, journal, kept, len(ends))
 
 
-def _rebuild(book: Book, recovery: Recovery, clock: Clock, snapshot: Snapshot) -> None:
+def _rebuild(book: Book, recovery: Recovery, kept: Iterable[OpenHold], clock: Clock, snapshot: Snapshot) -> None:
     now_ns, now_ms = clock.monotonic_ns(), clock.wall_ms()
     earliest_ns = now_ns - ns_from_ms(RECENT_TAKES_MS)
     book.resume(now_ms)
@@ -47,7 +60,12 @@ def _rebuild(book: Book, recovery: Recovery, clock: Clock, snapshot: Snapshot) -
     for leaf in recovery.balances:
         scope = Scope(leaf.tenant, leaf.application, leaf.key, leaf.alias)
         book.restore_balance(scope, leaf.window, leaf.spent_microusd, leaf.spent_tokens)
+    held = set()
+    for found in kept:
+        held.add(found.hold.id)
+        book.restore_hold(found.hold.id, scopes_of_hold(found.hold), worst_of(found.hold), found.hold.windows)
     for take in recovery.recent_takes:
         age_ms = min(max(0, now_ms - take.at_ms), RECENT_TAKES_MS)  # a wall clock that stepped back makes it new
         entry = BucketTake(take.application, take.key, take.alias, take.limit, take.net_units)
-        book.restore_take(take.tenant, entry, now_ns - ns_from_ms(age_ms))
+        maker = take.hold if take.hold in held else None
+        book.restore_take(take.tenant, entry, now_ns - ns_from_ms(age_ms), maker)

@@ -30,6 +30,9 @@ class _Nobody:
         """Nobody hears it."""
 
 
+NOBODY: GatewayInbox = _Nobody()
+
+
 class Sessions:
     """Open sessions by name."""
 
@@ -42,10 +45,14 @@ class Sessions:
         session = self._by_name[name] = Session(name, inbox)
         return session
 
+    def find(self, name: str) -> Session | None:
+        """An open session."""
+        return self._by_name.get(name)
+
     def close(self, name: str) -> Session:
         """The session is over; what is told to it from now on is told to nobody."""
         session = self._by_name.pop(name)
-        session.is_open, session.inbox = False, _Nobody()
+        session.is_open, session.inbox = False, NOBODY
         return session
 
     def deliver(self, execution: Execution, message: Down) -> None:

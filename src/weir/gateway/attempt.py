@@ -9,7 +9,7 @@ from weir.core.endings import FinishReason
 from weir.core.metering import Basis, InputBasis
 from weir.core.stream import TokenStream
 from weir.gateway.planning import Plan
-from weir.messages import AttemptUsage, Granted
+from weir.messages import AttemptUsage, Granted, Run, Stopped
 from weir.ports import EngineEnd, EngineRun
 from weir.units import Nanos, Tokens
 
@@ -20,6 +20,7 @@ class Attempt:
     """granted: None until the coordinator grants it; run: set with it. texts: released before the headers were out.
 
     counted: the engine counts its tokens on its chunks. held_since_ns: since when output waits for a durable step.
+    stopped: what the coordinator was told of the engine's stop, None while it runs.
     """
 
     def __init__(self, plan: Plan, step_tokens: Tokens) -> None:
@@ -27,6 +28,8 @@ class Attempt:
         self._paused = False
         self.stream = TokenStream(plan.max_output_tokens, 0, step_tokens)
         self.granted: Granted | None = None
+        self.granted_ns: Nanos = 0
+        self.stopped: Stopped | None = None
         self.run: EngineRun | None = None
         self.end: EngineEnd | None = None
         self.counted = False
@@ -38,6 +41,22 @@ class Attempt:
     def number(self) -> int:
         """1 or 2; 0 while it is not granted."""
         return self.granted.attempt if self.granted is not None else 0
+
+    def told(self, now_ns: Nanos, *, first_output: bool) -> Run | None:
+        """What another coordinator must know of it; None if it was never granted. first_output: handed to the client."""
+        granted = self.granted
+        if granted is None:
+            return None
+        return Run(
+            attempt=granted.attempt,
+            replica=granted.replica,
+            lane=granted.lane,
+            since_ns=now_ns - self.granted_ns,
+            delivered_max=self.stream.asked,
+            has_output=self.stream.arrived > 0,
+            first_output=first_output,
+            is_stopped=self.stopped is not None and self.stopped.confirmed,
+        )
 
     @property
     def is_paused(self) -> bool:

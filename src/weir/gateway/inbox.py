@@ -4,9 +4,9 @@ It routes and remembers; it decides nothing. References of requests and queries 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from weir import errors
 from weir.core.registry.snapshot import Snapshot
@@ -20,15 +20,19 @@ from weir.messages import (
     Found,
     Granted,
     Lookup,
+    ReattachedAll,
     ReplicaAddress,
     SnapshotFresh,
     StandingFound,
     StandingView,
     Stopped,
+    Up,
 )
 from weir.ports import Clock, CoordinatorLink
 from weir.units import Millis, Nanos, ms_from_ns, ns_from_ms
 
+_Question: TypeAlias = CancelById | Lookup | AskStanding
+_Answer: TypeAlias = Found | StandingFound
 _OF_THE_SESSION = (Snapshot, SnapshotFresh, FleetView, Draining, Found, StandingFound)
 """Messages that are not about one request."""
 
@@ -47,6 +51,22 @@ class Listener(Protocol):
         """No more will come, and nothing that was asked is answered."""
         ...
 
+    def reattach(self) -> Sequence[Up]:
+        """What another coordinator must know of it."""
+        ...
+
+    @property
+    def is_unbooked(self) -> bool:
+        """Whether it has ended, and that is not known to be durable: another coordinator may have to be told."""
+        ...
+
+
+class _Asked(NamedTuple):
+    """A question that waits for its answer."""
+
+    question: _Question
+    answer: asyncio.Future[_Answer]
+
 
 class Inbox:
     """One session's incoming side. `link` is set once the session is open.
@@ -62,7 +82,8 @@ class Inbox:
         self.is_lost = self.is_draining = False
         self._version_floor = 0
         self._listeners: dict[int, Listener] = {}
-        self._queries: dict[int, asyncio.Future[Found | StandingFound]] = {}
+        self._leaving: set[int] = set()  # those of them that wait for nothing but the word that their end is durable
+        self._queries: dict[int, _Asked] = {}
         self._ready: dict[str, list[ReplicaAddress]] = {}
         self._refs = count(1)
 
@@ -74,14 +95,26 @@ class Inbox:
         self._listeners[ref] = listener
         return ref
 
+    def reopen(self, ref: int) -> int:
+        """Another reference for a request that is asked for again: what is said of the first one is late."""
+        return self.open(self._listeners.pop(ref))
+
     def close(self, ref: int) -> None:
-        """No more messages for this reference are of interest."""
+        """No more messages for this reference are of interest, but the word that its end is durable."""
+        listener = self._listeners.get(ref)
+        if listener is not None and listener.is_unbooked:
+            self._leaving.add(ref)
+        else:
+            self._forget(ref)
+
+    def _forget(self, ref: int) -> None:
         self._listeners.pop(ref, None)
+        self._leaving.discard(ref)
 
     @property
     def open_requests(self) -> int:
         """Requests with an open reference."""
-        return len(self._listeners)
+        return len(self._listeners) - len(self._leaving)
 
     @property
     def fresh_ms(self) -> Millis | None:
@@ -115,12 +148,14 @@ class Inbox:
         if not isinstance(message, _OF_THE_SESSION):
             if (listener := self._listeners.get(message.ref)) is not None:
                 listener.deliver(message)
+                if message.ref in self._leaving and not listener.is_unbooked:
+                    self._forget(message.ref)
             elif isinstance(message, Granted) and self.link is not None:
                 self.link.send(Stopped(message.ref, message.attempt))  # it left before a decision; the lane waits for a word
         elif isinstance(message, Found | StandingFound):
-            answer = self._queries.pop(message.query, None)
-            if answer is not None and not answer.done():
-                answer.set_result(message)
+            asked = self._queries.pop(message.query, None)
+            if asked is not None and not asked.answer.done():
+                asked.answer.set_result(message)
         else:
             self._learn(message)
 
@@ -143,11 +178,26 @@ class Inbox:
         """The session is lost: what waits for its coordinator waits in vain."""
         self.is_lost, self.is_draining = True, False
         self._version_floor = 0  # another coordinator's word counts, also if its database was restored
-        for answer in self._queries.values():
-            if not answer.done():
-                answer.set_exception(errors.CoordinatorLost(_LOST, retry_after_ms=LOST_RETRY_MS))
+        for asked in self._queries.values():
+            if not asked.answer.done():
+                asked.answer.set_exception(errors.CoordinatorLost(_LOST, retry_after_ms=LOST_RETRY_MS))
         for listener in list(self._listeners.values()):
             listener.coordinator_lost()
+        for ref in list(self._leaving):
+            self._forget(ref)
+
+    def renew(self) -> None:
+        """Another coordinator leads: it is told what goes on, and asked what the former one did not answer."""
+        self.is_draining = False
+        self._version_floor = 0
+        if self.link is None:
+            return  # nothing was ever asked
+        for listener in list(self._listeners.values()):
+            for told in listener.reattach():
+                self.link.send(told)
+        self.link.send(ReattachedAll())
+        for asked in list(self._queries.values()):
+            self.link.send(asked.question)
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -165,21 +215,21 @@ class Inbox:
         assert isinstance(answer, StandingFound)
         return answer.standing
 
-    def _checked(self, answer: Found | StandingFound) -> Found:
+    def _checked(self, answer: _Answer) -> Found:
         assert isinstance(answer, Found)
         if answer.unavailable:
             raise errors.LedgerUnavailable("The ledger cannot be read now.")
         return answer
 
-    async def _ask(self, question: Callable[[int], CancelById | Lookup | AskStanding]) -> Found | StandingFound:
+    async def _ask(self, question: Callable[[int], _Question]) -> _Answer:
         assert self.link is not None
         if self.is_lost:
             raise errors.CoordinatorLost(_LOST, retry_after_ms=LOST_RETRY_MS)
         query = next(self._refs)
-        answer: asyncio.Future[Found | StandingFound] = asyncio.get_running_loop().create_future()
-        self._queries[query] = answer
+        answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        self._queries[query] = asked = _Asked(question(query), answer)
         try:
-            self.link.send(question(query))
+            self.link.send(asked.question)
             return await answer
         finally:
             self._queries.pop(query, None)

@@ -11,7 +11,7 @@ The coroutine here only walks the phases. What happens inside a phase is `relay`
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from weir import errors
@@ -47,7 +47,7 @@ class Gateway:
         self._config = config
         self._planner = planner
         self._telemetry = telemetry
-        self._relays: dict[int, Relay] = {}
+        self._relays: set[Relay] = set()
         self._tasks: asyncio.TaskGroup | None = None
         self._parts: RelayParts | None = None
         self._closed = asyncio.Event()
@@ -56,8 +56,15 @@ class Gateway:
         self._quiet.set()
         self.inbox = inbox
 
-    def connect(self, link: CoordinatorLink, engine_for: EngineFor, step_tokens: Tokens, store_wait_ms: Millis) -> None:
-        """Use this link; once, before `run`."""
+    def connect(
+        self,
+        link: CoordinatorLink,
+        engine_for: EngineFor,
+        step_tokens: Tokens,
+        store_wait_ms: Millis,
+        is_heard: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Use this link; once, before `run`. is_heard: whether its coordinator was heard lately."""
         self.inbox.link = link
         self._parts = RelayParts(
             loop=asyncio.get_running_loop(),
@@ -69,6 +76,8 @@ class Gateway:
             engine_for=engine_for,
             salt_of=self._planner.cache_salt,
             spawn=self._spawn,
+            reopen=self.inbox.reopen,
+            is_heard=is_heard,
         )
 
     async def run(self) -> None:
@@ -90,7 +99,7 @@ class Gateway:
         try:
             await asyncio.wait_for(self._quiet.wait(), grace_ms / 1e3)
         except TimeoutError:
-            for relay in list(self._relays.values()):
+            for relay in list(self._relays):
                 relay.stop(FinishReason.SHUTDOWN)
             with contextlib.suppress(TimeoutError):  # a client that reads nothing is left
                 await asyncio.wait_for(self._quiet.wait(), self._parts.store_wait_ms / 1e3 + _LAST_WRITES_S)
@@ -121,8 +130,8 @@ class Gateway:
             return
         assert self._parts is not None
         relay = Relay(self._parts, plan, answer)
-        ref = relay.ref = self.inbox.open(relay)
-        self._relays[ref] = relay
+        relay.ref = self.inbox.open(relay)
+        self._relays.add(relay)
         self._quiet.clear()
         answer.client.watch(relay)
         try:
@@ -130,10 +139,10 @@ class Gateway:
         finally:
             answer.client.watch(None)
             relay.stop(FinishReason.DISCONNECT)
-            del self._relays[ref]
+            self._relays.discard(relay)
             if not self._relays:
                 self._quiet.set()
-            self.inbox.close(ref)
+            self.inbox.close(relay.ref)
 
     def _refusal_of_state(self) -> errors.WeirError | None:
         if self.inbox.is_lost:
@@ -151,9 +160,8 @@ class Gateway:
             await self._refuse_late(plan, answer, ms_from_ns(waited_ns))
             return
         ids = Ids(relay.ref, plan.request.request_id or self._new_id("req"), self._new_id("gen"))
-        acquire = acquire_of(plan, ids, self._planner.digest(plan), self._planner.prefix(plan), surface, waited_ns)
-        assert self.inbox.link is not None and self._parts is not None
-        self.inbox.link.send(acquire)
+        assert self._parts is not None
+        relay.acquire(acquire_of(plan, ids, self._planner.digest(plan), self._planner.prefix(plan), surface, waited_ns))
         left_s = plan.deadline_ms / 1e3 - waited_ns / 1e9
         deadline = self._parts.loop.call_later(left_s, relay.stop, FinishReason.DEADLINE)
         try:
@@ -162,14 +170,19 @@ class Gateway:
             deadline.cancel()
 
     async def _serve_decided(self, relay: Relay, plan: Plan, answer: Answer, ids: Ids) -> None:
-        """Wait for the decision, which may be late or never come, and go on by it."""
+        """Wait for the decision, which may be late, never come, or have to be asked for again, and go on by it."""
         await relay.until(lambda: relay.decision is not None or relay.is_over)
+        accepted = None
+        if isinstance(relay.decision, Admitted):
+            accepted = _accepted(plan, ids, relay.decision)
+            if plan.request.stream:
+                await self._open_stream(relay, answer, accepted)
+            await relay.until(lambda: relay.is_over)
         match relay.decision:
             case Rejected() as rejected:
                 await answer.refuse(error_of(rejected), rejected.standing, rejected.generation)
             case Admitted() as admitted:
-                accepted = Accepted(ids.generation_id, ids.request_id, plan.alias.name, plan.revision.id, admitted.standing)
-                await self._run_admitted(relay, plan, answer, accepted)
+                await self._end_admitted(relay, plan, answer, accepted or _accepted(plan, ids, admitted))
             case None if relay.is_lost and not relay.shows_no_answer:
                 await self._refuse(_without_coordinator(), answer)
             case None if relay.is_too_late and not relay.shows_no_answer:
@@ -180,10 +193,7 @@ class Gateway:
             case None:
                 self._telemetry.left_early.inc()
 
-    async def _run_admitted(self, relay: Relay, plan: Plan, answer: Answer, accepted: Accepted) -> None:
-        if plan.request.stream:
-            await self._open_stream(relay, answer, accepted)
-        await relay.until(lambda: relay.is_over)
+    async def _end_admitted(self, relay: Relay, plan: Plan, answer: Answer, accepted: Accepted) -> None:
         if relay.record is not None and not relay.shows_no_answer:
             await self._wait_until_durable(relay, plan, answer, relay.record)
         await self._end(relay, answer, accepted, streamed=plan.request.stream)
@@ -257,8 +267,12 @@ class Gateway:
         while True:
             await asyncio.sleep(_TICK_S)
             now_ns = self._clock.monotonic_ns()
-            for relay in list(self._relays.values()):
+            for relay in list(self._relays):
                 relay.tick(now_ns)
+
+
+def _accepted(plan: Plan, ids: Ids, admitted: Admitted) -> Accepted:
+    return Accepted(ids.generation_id, ids.request_id, plan.alias.name, plan.revision.id, admitted.standing)
 
 
 def _without_coordinator() -> errors.WeirError:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from weir import errors
 from weir.config import GatewayConfig
 from weir.core.endings import FinishReason
@@ -24,6 +26,7 @@ from weir.gateway.attempt import Attempt
 from weir.gateway.client import Answer
 from weir.gateway.planning import Plan
 from weir.messages import (
+    Acquire,
     Admitted,
     DeliveryBooked,
     Down,
@@ -34,13 +37,18 @@ from weir.messages import (
     GenerationRecord,
     Granted,
     HoldBooked,
+    NotHeld,
     Progress,
+    Reattach,
+    Reattached,
     Rejected,
     Stopped,
     StopRequest,
+    Up,
+    later,
 )
 from weir.ports import Clock, CoordinatorLink, Delta, Engine, EngineCall, EngineEnd, EngineRun
-from weir.units import Millis, Nanos, Tokens, ns_from_ms
+from weir.units import Millis, Nanos, Tokens, ceil_ms_from_ns, ns_from_ms
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -65,7 +73,10 @@ _ANSWERLESS = (FinishReason.DISCONNECT, FinishReason.SLOW_CLIENT)
 
 @dataclass(frozen=True, slots=True)
 class RelayParts:
-    """What every relay of a gateway shares. spawn: runs a task of the gateway."""
+    """What every relay of a gateway shares. spawn: runs a task of the gateway; reopen: another ref in the place of one.
+
+    is_heard: whether the coordinator was heard lately; else what does not come says nothing of its store.
+    """
 
     loop: asyncio.AbstractEventLoop
     clock: Clock
@@ -76,6 +87,8 @@ class RelayParts:
     engine_for: Callable[..., Engine]
     salt_of: Callable[[Plan], str]
     spawn: Callable[["Coroutine[Any, Any, None]"], None]
+    reopen: Callable[[int], int]
+    is_heard: Callable[[], bool]
 
 
 class _Signal:
@@ -120,6 +133,11 @@ class Relay:
         self._first_written_ns: Nanos | None = None
         self._written_ns: Nanos = parts.clock.monotonic_ns()
         self._marks: deque[tuple[int, Nanos]] = deque()
+        self._reported: tuple[Attempt, Finish] | None = None  # what no grant answered
+        self._left: Finish | None = None  # that no grant is waited for any more, after a failure was reported
+        self._earlier: Attempt | None = None  # the one before, which failed
+        self._acquire: Acquire | None = None
+        self._acquired_ns: Nanos = 0
         self.ref = 0
         self.decision: Admitted | Rejected | None = None
         self.hold_durable = False
@@ -147,8 +165,11 @@ class Relay:
 
     @property
     def is_over(self) -> bool:
-        """Whether a terminal record is known, none will come, or the request ended before a decision."""
-        return self.record is not None or self.is_lost or (self._cause is not None and not isinstance(self.decision, Admitted))
+        """Whether a terminal record is known, none will come, or the request ended without being admitted."""
+        if self.record is not None or self.is_lost:
+            return True
+        is_admitted = isinstance(self.decision, Admitted)
+        return not is_admitted and (self._cause is not None or self.decision is not None)
 
     @property
     def is_too_late(self) -> bool:
@@ -186,6 +207,11 @@ class Relay:
 
     # ── the coordinator's messages ───────────────────────────────────────────────────────────────────────────────────
 
+    def acquire(self, asked: Acquire) -> None:
+        """Ask for a grant."""
+        self._acquire, self._acquired_ns = asked, self._parts.clock.monotonic_ns()
+        self._parts.link.send(asked)
+
     def deliver(self, message: Down) -> None:
         """One message about this request."""
         match message:
@@ -200,12 +226,17 @@ class Relay:
                     self._book(message.delivered_max)
                 return  # on the hot path: nobody waits for a step but the stream itself
             case Ended():
-                self.record = message.record
+                self._end(message.record)
             case EndBooked() | EndUnbooked():
-                self.record = message.record
+                self._end(message.record)
                 self.end_booked = True
             case StopRequest():
                 self.stop(message.reason)
+            case Reattached():
+                self.hold_durable = True
+                self.decision = self.decision or Admitted(self.ref, message.execution, message.standing)
+            case NotHeld():
+                self._acquire_afresh(may_ask=message.is_known)
             case _:
                 raise AssertionError(f"a relay got {type(message).__name__}")
         self._changed.set()
@@ -216,12 +247,58 @@ class Relay:
         self.stop(FinishReason.COORDINATOR_LOST)
         self._changed.set()
 
+    # ── another coordinator ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def reattach(self) -> Sequence[Up]:
+        """What another coordinator must know of it: nothing once its end is durable, or it left before it was admitted."""
+        if self._acquire is None or self.end_booked or (self.is_over and not self.is_unbooked):
+            return ()
+        now_ns = self._parts.clock.monotonic_ns()
+        attempt, finish = self._reported or (self._attempt, self._end_untold())
+        run = attempt.told(now_ns, first_output=self._first_written_ns is not None)
+        earlier = self._earlier.told(now_ns, first_output=False) if self._earlier is not None else None
+        elapsed_ms = ceil_ms_from_ns(now_ns - self._acquired_ns)
+        told: list[Up] = [Reattach(later(self._acquire, elapsed_ms), run, earlier, finish)]
+        for each in (self._earlier, attempt):
+            if each is not None and each.stopped is not None and not each.stopped.confirmed:
+                told.append(each.stopped)
+        return told if self._left is None else [*told, self._left]
+
+    def _end_untold(self) -> Finish | None:
+        """The former coordinator's own end of it, as another one hears it."""
+        if self.record is None or self.record.finish_reason is None:
+            return None
+        return Finish(self.ref, 0, self.record.finish_reason)
+
+    @property
+    def is_unbooked(self) -> bool:
+        """Whether it has ended, and that is not known to be durable."""
+        has_ended = self._cause is not None or self.record is not None
+        return isinstance(self.decision, Admitted) and has_ended and not self.end_booked and not self.is_lost
+
+    def _acquire_afresh(self, *, may_ask: bool) -> None:
+        """Another coordinator holds nothing of it, so nothing of it was delivered: it is asked for again, if it goes on."""
+        if not may_ask or self._opened or self._cause is not None or self.record is not None:
+            self.coordinator_lost()
+            return
+        assert self._acquire is not None
+        self._drop_run()
+        self._attempt, self._reported, self._earlier = Attempt(self._plan, self._parts.step_tokens), None, None
+        self.decision, self.hold_durable = None, False
+        self.ref = self._parts.reopen(self.ref)
+        elapsed_ms = ceil_ms_from_ns(self._parts.clock.monotonic_ns() - self._acquired_ns)
+        self.acquire(msgspec.structs.replace(later(self._acquire, elapsed_ms), ref=self.ref))
+
+    # ── an attempt ───────────────────────────────────────────────────────────────────────────────────────────────────
+
     def _start(self, granted: Granted) -> None:
-        if self._cause is not None:  # it ended while the grant was on its way
+        if self._cause is not None or self.record is not None:  # it ended while the grant was on its way
             self._parts.link.send(Stopped(self.ref, granted.attempt))
             return
+        self._earlier, self._reported = self._reported[0] if self._reported is not None else None, None
         attempt = self._attempt
         attempt.granted, attempt.stream.asked = granted, granted.delivered_max
+        attempt.granted_ns = self._parts.clock.monotonic_ns()
         request = self._plan.request
         call = EngineCall(
             replica=granted.replica,
@@ -343,6 +420,8 @@ class Relay:
         held_since_ns = self._attempt.held_since_ns
         if self._oldest_unaccepted_ns(now_ns) > ns_from_ms(self._parts.config.slow_client_grace_ms):
             self._give_up_on_client()
+        elif held_since_ns is not None and not self._parts.is_heard():
+            self._attempt.held_since_ns = now_ns  # it is not the ledger that is late
         elif held_since_ns is not None and now_ns - held_since_ns > ns_from_ms(self._parts.store_wait_ms):
             self.stop(FinishReason.LEDGER_UNAVAILABLE)
         elif self._is_silent_for(now_ns, self._parts.config.keep_alive_ms):
@@ -392,28 +471,44 @@ class Relay:
             self._attempt = Attempt(self._plan, self._parts.step_tokens)  # before the report: the grant may come within it
         else:
             self._cause = reason
+        if attempt.granted is None and self._reported is not None:
+            self._left = report
+        else:
+            self._reported = attempt, report
         self._parts.link.send(report)
         if attempt.granted is not None:
             self._stop_engine(attempt)
         self._changed.set()
 
+    def _end(self, record: GenerationRecord) -> None:
+        """It ended as the coordinator says; what it did not know to run is stopped."""
+        self.record = record
+        if self._cause is None:
+            self._drop_run()
+
+    def _drop_run(self) -> None:
+        if self._attempt.run is not None:
+            self._stop_engine(self._attempt)
+
     def _stop_engine(self, attempt: Attempt) -> None:
         run, attempt.run = attempt.run, None  # which holds us as its sink: a pair that only the garbage collector could part
         assert run is not None
         if attempt.end is not None and attempt.end.fault is None:
-            self._parts.link.send(Stopped(self.ref, attempt.number))
+            attempt.stopped = Stopped(self.ref, attempt.number)
+            self._parts.link.send(attempt.stopped)
             return
         run.cancel()
-        self._parts.spawn(self._confirm_stop(run, attempt.number, self._parts.clock.monotonic_ns()))
+        self._parts.spawn(self._confirm_stop(run, self.ref, attempt, self._parts.clock.monotonic_ns()))
 
-    async def _confirm_stop(self, run: EngineRun, attempt: int, decided_ns: Nanos) -> None:
+    async def _confirm_stop(self, run: EngineRun, ref: int, attempt: Attempt, decided_ns: Nanos) -> None:
         confirmed = True
         try:
             await run.stopped()
         except errors.ReplicaLost:
             confirmed = False
         stop_ms = (self._parts.clock.monotonic_ns() - decided_ns) / 1e6
-        self._parts.link.send(Stopped(self.ref, attempt, stop_ms, confirmed))
+        attempt.stopped = Stopped(ref, attempt.number, stop_ms, confirmed)
+        self._parts.link.send(attempt.stopped)
 
     def _delivered(self, reason: FinishReason) -> Tokens:
         attempt = self._attempt

@@ -17,6 +17,7 @@ from weir.core.registry.snapshot_parts import SnapshotPart, parts_between
 from weir.link.channel import Channel
 from weir.link.endpoint import Endpoint
 from weir.link.frames import (
+    REATTACHING_VERSION,
     Frame,
     Hello,
     Kind,
@@ -154,11 +155,9 @@ class CoordinatorEnd:
             endpoint.send(SnapshotFresh(fresh_ms))
 
     def abandon(self) -> None:
-        """The coordinator is no more: every gateway is told that what it carries is lost, and none is heard again."""
+        """The coordinator is no more: every gateway is to look for another one at once, and none is heard again."""
         self._is_abandoned = True
-        gone = frame(Kind.REFUSED, encode(Refused("The coordinator is gone.", is_final=False)), epoch=self._epoch)
         for channel in list(self._links):
-            channel.write(gone)
             channel.finish()
 
     # ── links ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -212,14 +211,14 @@ class CoordinatorEnd:
     def _welcome(self, channel: Channel, hello: Hello, version: int, found: Frame) -> None:
         session = self._sessions.get(hello.session)
         is_new = session is None or found.epoch != self._epoch
-        if is_new and found.epoch:  # it has to lose what it had first: no session comes of this greeting
+        if is_new and found.epoch:  # it has to give up the one that it had first: no session comes of this greeting
             channel.write(frame(Kind.WELCOME, encode(Welcome(version, is_new, self._terms)), epoch=self._epoch))
             channel.finish()
             return
         if session is None:
             if hello.former:
                 self._lose(hello.former, "it was given up")
-            session = self._open(hello)
+            session = self._open(hello, reattaches=hello.reattaches and version >= REATTACHING_VERSION)
         elif is_new:
             raise errors.LinkFault("A session of this name is another gateway's.")
         welcome = Welcome(version, is_new, self._terms)
@@ -229,11 +228,11 @@ class CoordinatorEnd:
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _open(self, hello: Hello) -> _RemoteSession:
+    def _open(self, hello: Hello, *, reattaches: bool) -> _RemoteSession:
         session = self._sessions[hello.session] = _RemoteSession(
             hello.session, self._endpoint(hello.session), self._tell, self._lose
         )
-        session.link = self._host.connect(Register(hello.session), session)
+        session.link = self._host.connect(Register(hello.session, hello.former, reattaches), session)
         _log.info("gateway_connected", session=hello.session)
         return session
 

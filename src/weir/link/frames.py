@@ -22,8 +22,10 @@ from weir.units import Bytes, Millis, Tokens
 Decoded = TypeVar("Decoded")
 
 OLDEST_VERSION = 1
-NEWEST_VERSION = 1
+NEWEST_VERSION = 2
 """Of the messages that this build speaks."""
+REATTACHING_VERSION = 2
+"""Brought `Reattach` and its answers: before it, another coordinator meant that everything was lost."""
 
 FRAME_BYTES_MAX: Bytes = 4 * 1024 * 1024
 """Of one body. The largest message is a part of a snapshot; a batch is cut before it gets here."""
@@ -53,7 +55,7 @@ class Frame(NamedTuple):
 class Hello(msgspec.Struct, frozen=True):
     """A gateway opens or takes up its session. session: unique name of this run of the gateway. token: what the link asks for.
 
-    former: the one that it gave up before, which ends with this greeting.
+    former: the one before. reattaches: what that one carried is told again in this one, else it ends with this greeting.
     """
 
     session: str
@@ -61,6 +63,7 @@ class Hello(msgspec.Struct, frozen=True):
     oldest_version: int = OLDEST_VERSION
     newest_version: int = NEWEST_VERSION
     former: str = ""
+    reattaches: bool = False
 
 
 class Terms(msgspec.Struct, frozen=True):

@@ -1,11 +1,13 @@
 """The gateway's end of the link: finds a coordinator, keeps one session with it, and takes it up again when a link breaks.
 
-What is sent while there is no link waits. When no coordinator was heard for the bound, or one answers that knows nothing of the
+What is sent while there is no link waits. When another coordinator answers than the one that the session is with, a new session
+begins, and the gateway tells in it what it carries. When none was heard for the bound, or the same one knows nothing of the
 session, everything in it is lost: the gateway is told, and a new session begins.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import count
 from math import inf
 from typing import NamedTuple, TypeAlias
 
@@ -16,6 +18,7 @@ from weir.core.registry.snapshot_parts import SnapshotAssembly, SnapshotPart
 from weir.link.channel import Channel
 from weir.link.endpoint import Endpoint
 from weir.link.frames import (
+    REATTACHING_VERSION,
     Frame,
     Hello,
     Kind,
@@ -36,9 +39,13 @@ from weir.units import ns_from_ms
 _log = structlog.get_logger("weir.link")
 
 _CONNECT_S = 3.0
+_CONNECT_TO_SILENT_S = 0.5
+"""Where a coordinator fell silent another one may lead soon, elsewhere: that is not to be missed for long."""
 _RETRY_FIRST_S = 0.05
 _RETRY_MAX_S = 0.25
 _BEATS_MISSED = 3
+_LATE_BEATS = 1.25
+"""After so many one is late: sooner than anything else may be taken for late."""
 
 
 Connect: TypeAlias = Callable[[Callable[[], Channel]], Awaitable[None]]
@@ -58,30 +65,31 @@ class _Greeting(NamedTuple):
 
 
 class GatewayEnd:
-    """One gateway's link. addresses: of coordinators, tried in turn. names: gives each session a name that no other ever had.
+    """One gateway's link. addresses: of coordinators, tried in turn. name: of this run of the gateway, which no other ever had.
 
-    on_lost: everything in the session is lost. terms: what the coordinator told; None before the first welcome.
-    opened: set once the first snapshot is here.
+    on_lost: everything in the session is lost. on_renewed: another coordinator leads, and is told now what goes on.
+    terms: what the coordinator told; None before the first welcome. opened: set once the first snapshot is here.
     """
 
-    def __init__(
-        self, clock: Clock, addresses: Sequence[Connect], token: str, inbox: GatewayInbox, names: Callable[[], str]
-    ) -> None:
+    def __init__(self, clock: Clock, addresses: Sequence[Connect], token: str, inbox: GatewayInbox, name: str) -> None:
         assert addresses
         self._clock = clock
         self._addresses = addresses
         self._token = token
         self._inbox = inbox
-        self._names = names
+        self._names = map(f"{name}.{{}}".format, count(1))
         self._assembly = SnapshotAssembly()
         self._highest_epoch = 0
         self._greeting: _Greeting | None = None
         self._over = asyncio.Event()
-        self._name = names()
+        self._name = next(self._names)
         self._former = ""
+        self._renews = False  # the session takes over what the former one carried, and is not welcomed yet
+        self._silent: Connect | None = None  # where a coordinator was heard no more, though the link stood
         self._reasons: dict[Connect, str] = {}  # told already, of each address, since there was a coordinator
         self._endpoint = self._begin()
         self.on_lost: Callable[[], None] = lambda: None
+        self.on_renewed: Callable[[], None] = lambda: None
         self.terms: Terms | None = None
         self.opened = asyncio.Event()
 
@@ -91,7 +99,7 @@ class GatewayEnd:
 
     def give_up(self) -> None:
         """Lose the session unless there is a link: whoever had the coordinator is gone."""
-        if self._endpoint.epoch and not self._endpoint.is_attached:
+        if self._carries and not self._endpoint.is_attached:
             self._lose("its coordinator is gone")
 
     async def leave(self) -> None:
@@ -99,6 +107,20 @@ class GatewayEnd:
         self._endpoint.send(Leaving())
         await asyncio.sleep(0)  # it leaves with this turn of the loop
         self._endpoint.finish()
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether a coordinator is connected, and was heard when it had to say that it lives."""
+        return (
+            self.terms is not None
+            and self._endpoint.is_attached
+            and self._endpoint.silent_ns < _LATE_BEATS * ns_from_ms(self.terms.heartbeat_ms)
+        )
+
+    @property
+    def session(self) -> str:
+        """The name of the session, should a coordinator know of it."""
+        return self._name
 
     @property
     def is_linked(self) -> bool:
@@ -112,12 +134,12 @@ class GatewayEnd:
         wait_s = _RETRY_FIRST_S
         try:
             while True:
-                for address in self._addresses:
+                for address in sorted(self._addresses, key=lambda each: each is self._silent):
                     if await self._try(address):
                         wait_s = _RETRY_FIRST_S
-                        await self._until_over()
+                        self._silent = address if await self._until_silent() else None
                     self._give_up_if_silent()
-                await asyncio.sleep(min(wait_s, self._patience_s))
+                await asyncio.sleep(min(_RETRY_FIRST_S if self._renews else wait_s, self._patience_s))
                 wait_s = min(2 * wait_s, _RETRY_MAX_S)
         finally:
             self._endpoint.detach()
@@ -129,7 +151,8 @@ class GatewayEnd:
         welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._greeting = _Greeting(channel, self._endpoint, welcomed)
         try:
-            async with asyncio.timeout(min(_CONNECT_S, self._patience_s)):
+            bound_s = _CONNECT_TO_SILENT_S if connect is self._silent else _CONNECT_S
+            async with asyncio.timeout(min(bound_s, self._patience_s)):
                 await connect(lambda: channel)
                 self._greet(channel)
                 await welcomed
@@ -150,7 +173,7 @@ class GatewayEnd:
             self._reasons[connect] = reason
 
     def _greet(self, channel: Channel) -> None:
-        body = encode(Hello(self._name, self._token, former=self._former))
+        body = encode(Hello(self._name, self._token, former=self._former, reattaches=self._renews))
         channel.write(frame(Kind.HELLO, body, epoch=self._endpoint.epoch, received=self._endpoint.received))
 
     def _enter(self, greeting: _Greeting, found: Frame, welcome: Welcome) -> None:
@@ -159,19 +182,25 @@ class GatewayEnd:
             raise errors.LinkFault("The session was lost before it was welcomed.")
         if found.epoch < self._highest_epoch:
             raise errors.LinkFault("An older coordinator answered.")
-        self._highest_epoch = found.epoch
+        is_another, self._highest_epoch = found.epoch > self._highest_epoch, found.epoch
         if welcome.is_new and self._endpoint.epoch:
-            self._lose("the coordinator does not know it")
-            raise errors.LinkFault("The session was lost.")  # the next greeting opens a new one
-        self._endpoint.epoch = found.epoch
+            if is_another:
+                self._renew()
+            else:
+                self._lose("the coordinator does not know it")
+            raise errors.LinkFault("The session is over.")  # the next greeting opens a new one
+        if self._renews and welcome.version < REATTACHING_VERSION:
+            self._lose("the coordinator is of an older version")
+            raise errors.LinkFault("The session is over.")
+        self._endpoint.epoch, self._renews = found.epoch, False
         self.terms = welcome.terms
         self._reasons.clear()
         greeting.channel.greeted(self._endpoint)
         self._endpoint.attach(greeting.channel, found.received)
         _log.info("coordinator_connected", session=self._name, epoch=found.epoch)
 
-    async def _until_over(self) -> None:
-        """Beat while the link lives."""
+    async def _until_silent(self) -> bool:
+        """Beat while the link lives; whether it fell silent, instead of being cut."""
         assert self.terms is not None
         beat_s, bound_ns = self.terms.heartbeat_ms / 1e3, ns_from_ms(_BEATS_MISSED * self.terms.heartbeat_ms)
         while not self._over.is_set():
@@ -182,8 +211,10 @@ class GatewayEnd:
             except TimeoutError:
                 if self._endpoint.silent_ns > bound_ns:
                     self._endpoint.detach()
-                    break
+                    _log.warning("coordinator_silent", session=self._name)
+                    return True
         _log.warning("coordinator_disconnected", session=self._name)
+        return False
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -199,24 +230,39 @@ class GatewayEnd:
     @property
     def _patience_s(self) -> float:
         """For how long what the session carries may still wait for a coordinator; without end where there is nothing."""
-        if self.terms is None or not self._endpoint.epoch:
+        if self.terms is None or not self._carries:
             return inf
         return max(0.0, self.terms.silence_ms / 1e3 - self._endpoint.silent_ns / 1e9)
+
+    @property
+    def _carries(self) -> bool:
+        """Whether a coordinator knows of the session, or is to hear of it what another one knew."""
+        return self._endpoint.epoch > 0 or self._renews
 
     def _give_up_if_silent(self) -> None:
         if not self._patience_s:
             self._lose("no coordinator was heard for too long")
         elif not self._endpoint.epoch:
-            self._name = self._names()  # a greeting without an answer may have opened a session of that name
+            self._name = next(self._names)  # a greeting without an answer may have opened a session of that name
 
     def _lose(self, why: str) -> None:
         _log.warning("session_lost", session=self._name, reason=why)
+        self._end_session()
+        self._renews = False
+        self.on_lost()
+
+    def _renew(self) -> None:
+        _log.info("session_renewed", session=self._name)
+        self._end_session()
+        self._renews = True
+        self.on_renewed()
+
+    def _end_session(self) -> None:
         self._endpoint.detach()
         self._over.set()
         self._former = self._name
-        self._name, self._endpoint = self._names(), self._begin()
+        self._name, self._endpoint = next(self._names), self._begin()
         self._assembly = SnapshotAssembly()
-        self.on_lost()
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -224,8 +270,6 @@ class GatewayEnd:
         """One frame. Raises LinkFault."""
         if channel.session is None:
             self._on_welcome(channel, found)
-        elif found.kind is Kind.REFUSED and self._endpoint.uses(channel):
-            self._lose("its coordinator is gone")
         elif found.kind is not Kind.BATCH or found.epoch < self._highest_epoch:
             raise errors.LinkFault("An older coordinator speaks.")
         elif self._endpoint.uses(channel):

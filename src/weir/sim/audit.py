@@ -270,7 +270,7 @@ def _check_windows(rate: int, events: Sequence[tuple[Nanos, int]]) -> None:
 def audit_balances(checker: Checker, recovery: Recovery, usage: Iterable[UsageRow]) -> None:
     """Stored balances and usage rows (by tenant and budget day) are the sums of the settlements; nothing is open or held."""
     checker.catch_up()
-    assert not recovery.open_executions
+    assert not recovery.open_holds
     assert checker.tally.holds_nothing, "amounts are held and nothing runs"
     spent: defaultdict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0])
     rows: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])

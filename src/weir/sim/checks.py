@@ -85,8 +85,12 @@ class Seen:
 
 @dataclass(slots=True)
 class Durable:
-    """What the ledger's durable records say. late: records that are to come after an end, and to change nothing."""
+    """What the ledger's durable records say. late: records that are to come after an end, and to change nothing.
 
+    may_be_unheard: a dispatch that no gateway heard of, because its coordinator died, is made again.
+    """
+
+    may_be_unheard: bool = False
     late: list[LedgerRecord] = field(default_factory=list)
     late_count: int = 0
     holds: dict[ExecutionId, HoldRecord] = field(default_factory=dict)
@@ -108,7 +112,9 @@ class Durable:
         assert name not in self.ends, f"{name} goes on after its end"
         if isinstance(record, StepRecord):
             steps = self.steps.setdefault(name, [])
-            assert not steps or record.delivered_max > steps[-1].delivered_max or record.attempt > steps[-1].attempt
+            last = steps[-1] if steps else None
+            goes_on = last is None or record.delivered_max > last.delivered_max or record.attempt > last.attempt
+            assert goes_on or self.may_be_unheard, f"{name} steps back"
             steps.append(record)
         else:
             self.ends[name] = record

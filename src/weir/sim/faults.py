@@ -180,12 +180,13 @@ class EngineTraits:
 class FaultyEngine:
     """The Engine port over a simulated engine: calls that fail on request, and silence that is noticed.
 
-    on_start: called with each call before the engine sees it.
+    on_start: called with each call before the engine sees it. spare: runs above its limit that a replica may be given.
     """
 
     def __init__(self, engine: SimulatedEngine, traits: EngineTraits, on_start: Callable[[EngineCall], None]) -> None:
         self.inner = engine
         self.calls: list[CallTruth] = []
+        self.spare = 0
         self.fault_plan: FaultPlan = lambda call: None
         self._traits = traits
         self.on_start = on_start
@@ -194,7 +195,8 @@ class FaultyEngine:
         """Begin a generation."""
         load = self.inner.load(call.replica.name)
         held = load.running + load.waiting
-        assert held < self._traits.concurrency[call.replica.pool], f"{call.replica.name} holds {held} runs and is given another"
+        limit = self._traits.concurrency[call.replica.pool] + self.spare
+        assert held < limit, f"{call.replica.name} holds {held} runs and is given another"
         self.on_start(call)
         assert isinstance(call.prompt, str)
         truth = CallTruth(call.prompt, call.replica.name)

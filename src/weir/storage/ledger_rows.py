@@ -22,9 +22,10 @@ from weir.core.ledger.records import (
     StepRecord,
     Timing,
 )
-from weir.core.metering import Basis
+from weir.core.metering import Basis, InputBasis
+from weir.core.tenancy import ServiceClass
 from weir.messages import GenerationRecord
-from weir.ports import USAGE_GROUPS, RecentTake, StoredExecution, UsageQuery, UsageRow
+from weir.ports import USAGE_GROUPS, OpenHold, RecentTake, StoredExecution, UsageQuery, UsageRow
 from weir.units import Millis
 
 Row: TypeAlias = tuple[Any, ...]
@@ -120,29 +121,24 @@ Three reads of an index, whatever a planner makes of alternatives: windows that 
 RECENT_TAKES_MAX = 250_000
 """Two minutes at twice what a cell admits. A clock that was set back makes every hold since then look recent."""
 RECENT_TAKES = (
-    "SELECT h.tenant, h.at_ms, h.bucket_takes, e.bucket_returns FROM (SELECT seq, tenant, at_ms, bucket_takes FROM ledger_hold "
+    "SELECT h.tenant, h.request_id, h.execution, h.at_ms, h.bucket_takes, e.seq, e.bucket_returns FROM "
+    "(SELECT seq, tenant, request_id, execution, at_ms, bucket_takes FROM ledger_hold "
     f"WHERE at_ms >= ? AND bucket_takes IS NOT NULL ORDER BY at_ms DESC LIMIT {RECENT_TAKES_MAX}) AS h "
     "LEFT JOIN ledger_settlement e ON e.hold_seq = h.seq ORDER BY h.seq"
 )
-_EXECUTION_COLUMNS = (
-    "h.tenant, h.request_id, h.execution, h.body_digest, h.input_tokens, h.max_output_tokens, h.choices, h.held_microusd, "
-    "h.price_version, h.application, h.key, s.attempt, s.replica, s.delivered_max, (SELECT max(delivered_max) FROM ledger_step "
-    "WHERE hold_seq = h.seq AND attempt < s.attempt), e.delivered_tokens, "
+_LAST_STEP = "s.hold_seq = h.seq AND s.seq = (SELECT max(seq) FROM ledger_step WHERE hold_seq = h.seq)"
+LATEST_EXECUTION = (
+    "SELECT h.tenant, h.request_id, h.execution, h.body_digest, s.attempt, e.delivered_tokens, "
     "e.tenant_input_tokens + e.tenant_output_tokens, e.at_ms, "
     "h.generation_id, h.alias, h.revision, e.status, e.finish_reason, e.input_tokens, e.cached_input_tokens, e.output_tokens, "
-    "e.cost_microusd, e.basis, e.queue_ms, e.ttft_ms, e.tpot_ms, e.total_ms, e.error_code, e.error_detail"
-)
-_EXECUTION_JOINS = (
-    "LEFT JOIN ledger_settlement e ON e.hold_seq = h.seq LEFT JOIN ledger_step s ON s.hold_seq = h.seq "
-    "AND s.seq = (SELECT max(seq) FROM ledger_step WHERE hold_seq = h.seq)"
-)
-LATEST_EXECUTION = (
-    f"SELECT {_EXECUTION_COLUMNS} FROM ledger_hold h {_EXECUTION_JOINS} "
+    "e.cost_microusd, e.basis, e.queue_ms, e.ttft_ms, e.tpot_ms, e.total_ms, e.error_code, e.error_detail "
+    f"FROM ledger_hold h LEFT JOIN ledger_settlement e ON e.hold_seq = h.seq LEFT JOIN ledger_step s ON {_LAST_STEP} "
     "WHERE h.tenant = ? AND h.request_id = ? ORDER BY h.execution DESC LIMIT 1"
 )
-OPEN_EXECUTIONS = (
-    f"SELECT {_EXECUTION_COLUMNS} FROM ledger_open o JOIN ledger_hold h ON h.seq = o.hold_seq {_EXECUTION_JOINS} "
-    "ORDER BY o.hold_seq"
+OPEN_HOLDS = (
+    f"SELECT {', '.join(f'h.{name}' for name in HOLD_COLUMNS.split(', '))}, s.attempt, s.replica, s.delivered_max, "
+    "(SELECT max(delivered_max) FROM ledger_step WHERE hold_seq = h.seq AND attempt < s.attempt) "
+    f"FROM ledger_open o JOIN ledger_hold h ON h.seq = o.hold_seq LEFT JOIN ledger_step s ON {_LAST_STEP} ORDER BY o.hold_seq"
 )
 
 _encode = msgspec.json.Encoder().encode
@@ -255,44 +251,54 @@ def balance_rows(posted: Iterable[Row]) -> list[Row]:
 def recent_takes(rows: Iterable[Row]) -> list[RecentTake]:
     """The takes of RECENT_TAKES, net of returns; those returned wholly are left out."""
     found: list[RecentTake] = []
-    for tenant, at_ms, takes, returns in rows:
-        found += net_takes(tenant, at_ms, _decode_takes(takes), _decode_takes(returns) if returns else ())
+    for tenant, request_id, execution, at_ms, takes, ended_seq, returns in rows:
+        hold = ExecutionId(tenant, request_id, execution)
+        back = None if ended_seq is None else _decode_takes(returns) if returns else ()
+        found += net_takes(hold, at_ms, _decode_takes(takes), back)
     return found
 
 
-def net_takes(tenant: str, at_ms: Millis, takes: Iterable[BucketTake], returns: Iterable[BucketTake]) -> Iterable[RecentTake]:
-    """One hold's takes less what its settlement returned; those returned wholly are left out."""
-    returned = {(back.application, back.key, back.alias, back.limit): back.units for back in returns}
+def net_takes(
+    hold: ExecutionId, at_ms: Millis, takes: Iterable[BucketTake], returns: Iterable[BucketTake] | None
+) -> Iterable[RecentTake]:
+    """One hold's takes less what its end returned, None while it has none; those returned wholly are left out."""
+    returned = {(back.application, back.key, back.alias, back.limit): back.units for back in returns or ()}
+    maker = hold if returns is None else None
     for take in takes:
         units = take.units - returned.get((take.application, take.key, take.alias, take.limit), 0)
         if units > 0:
-            yield RecentTake(tenant, take.application, take.key, take.alias, take.limit, units, at_ms)
+            yield RecentTake(hold.tenant, take.application, take.key, take.alias, take.limit, units, at_ms, maker)
 
 
 def stored_execution(row: Row) -> StoredExecution:
-    """A row of LATEST_EXECUTION or OPEN_EXECUTIONS as the port's value."""
-    tenant, request_id, execution, digest, input_held, max_output, choices, held, version, application, key = row[:11]
-    attempt, replica, delivered_max, lost_delivered_max, delivered_tokens, tenant_tokens, ended_at_ms = row[11:18]
+    """A row of LATEST_EXECUTION as the port's value."""
+    tenant, request_id, execution, digest, attempt, delivered_tokens, tenant_tokens, ended_at_ms = row[:8]
     return StoredExecution(
         id=ExecutionId(tenant, request_id, execution),
         body_digest=digest,
-        record=_generation_record(row[18:], request_id, execution, dispatched=attempt is not None),
-        open=ended_at_ms is None,
-        attempt=attempt or 0,
-        replica=replica,
-        delivered_max=delivered_max or 0,
-        lost_delivered_max=lost_delivered_max or 0,
+        record=_generation_record(row[8:], request_id, execution, dispatched=attempt is not None),
         delivered_tokens=delivered_tokens or 0,
         tenant_tokens=tenant_tokens or 0,
-        input_tokens_held=input_held,
-        max_output_tokens=max_output,
-        choices=choices,
-        held_microusd=held,
-        price_version=version,
-        application=application,
-        key=key,
         ended_at_ms=ended_at_ms,
     )
+
+
+def open_hold(row: Row) -> OpenHold:
+    """A row of OPEN_HOLDS as the port's value."""
+    named = dict(zip(HOLD_COLUMNS.split(", "), row, strict=False))
+    attempt, replica, delivered_max, lost_delivered_max = row[-4:]
+    takes = named.pop("bucket_takes")
+    del named["epoch"]
+    record = HoldRecord(
+        id=ExecutionId(named.pop("tenant"), named.pop("request_id"), named.pop("execution")),
+        service_class=ServiceClass(named.pop("service_class")),
+        stream=bool(named.pop("stream")),
+        input_basis=InputBasis(named.pop("input_basis")),
+        windows=tuple(named.pop("window_names").split(_WINDOW_SEPARATOR)),
+        takes=_decode_takes(takes) if takes else (),
+        **named,
+    )
+    return OpenHold(record, attempt or 0, replica, delivered_max or 0, lost_delivered_max or 0)
 
 
 def _generation_record(row: Row, request_id: str, execution: int, *, dispatched: bool) -> GenerationRecord:

@@ -24,6 +24,7 @@ from weir.ports import (
     CatalogChange,
     LeafBalance,
     LedgerReport,
+    OpenHold,
     RecentTake,
     Recovery,
     StoredExecution,
@@ -86,7 +87,7 @@ class MemoryLedger:
                 epoch=self._epoch,
                 next_seq=self._last_seq + 1,
                 balances=self._recent_balances(recent_since_ms),
-                open_executions=[self._stored(hold) for hold in self._open.values()],
+                open_holds=[self._open_hold(hold) for hold in self._open.values()],
                 recent_takes=self._recent_takes(recent_since_ms),
             )
 
@@ -241,7 +242,7 @@ class MemoryLedger:
         for execution, hold in self._holds.items():
             if hold.at_ms >= since_ms:
                 end = self._ends.get(execution)
-                found += net_takes(execution.tenant, hold.at_ms, hold.takes, end.returns if end else ())
+                found += net_takes(execution, hold.at_ms, hold.takes, end.returns if end else None)
         return found
 
     def _stored(self, hold: HoldRecord) -> StoredExecution:
@@ -250,22 +251,16 @@ class MemoryLedger:
             id=hold.id,
             body_digest=hold.body_digest,
             record=_generation_record(hold, step, end),
-            open=end is None,
-            attempt=step.attempt if step else 0,
-            replica=step.replica if step else None,
-            delivered_max=step.delivered_max if step else 0,
-            lost_delivered_max=self._lost_delivered_max.get(hold.id, 0),
             delivered_tokens=end.delivered_tokens if isinstance(end, SettleRecord) else 0,
             tenant_tokens=end.tenant_input_tokens + end.tenant_output_tokens if isinstance(end, SettleRecord) else 0,
-            input_tokens_held=hold.input_tokens,
-            max_output_tokens=hold.max_output_tokens,
-            choices=hold.choices,
-            held_microusd=hold.held_microusd,
-            price_version=hold.price_version,
-            application=hold.application,
-            key=hold.key,
             ended_at_ms=end.at_ms if end else None,
         )
+
+    def _open_hold(self, hold: HoldRecord) -> OpenHold:
+        step = self._steps.get(hold.id)
+        if step is None:
+            return OpenHold(hold)
+        return OpenHold(hold, step.attempt, step.replica, step.delivered_max, self._lost_delivered_max.get(hold.id, 0))
 
 
 def _generation_record(hold: HoldRecord, step: StepRecord | None, end: EndRecord | None) -> GenerationRecord:

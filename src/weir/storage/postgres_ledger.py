@@ -119,13 +119,13 @@ async def _open_epoch(recent_since_ms: Millis, database: Connection) -> Recovery
         await database.execute(f"SET LOCAL statement_timeout = {RECOVERY_MS}")
         fetch = partial(database.fetch, timeout=RECOVERY_MS / 1000)
         balances = await fetch(statements.BALANCES, *floors_of(recent_since_ms))
-        open_executions = await fetch(statements.OPEN_EXECUTIONS)
+        open_holds = await fetch(statements.OPEN_HOLDS)
         takes = await fetch(statements.RECENT_TAKES, recent_since_ms)
         return Recovery(
             epoch=cell["epoch"],
             next_seq=cell["last_seq"] + 1,
             balances=[LeafBalance(*row) for row in balances],
-            open_executions=[rows.stored_execution(tuple(row)) for row in open_executions],
+            open_holds=[rows.open_hold(tuple(row)) for row in open_holds],
             recent_takes=rows.recent_takes(map(tuple, takes)),
         )
 

@@ -125,7 +125,7 @@ def end_row(end: EndRecord, epoch: int) -> rows.Row:
 
 
 LATEST_EXECUTION = numbered(rows.LATEST_EXECUTION)
-OPEN_EXECUTIONS = rows.OPEN_EXECUTIONS
+OPEN_HOLDS = rows.OPEN_HOLDS
 BALANCES = numbered(rows.BALANCES)
 RECENT_TAKES = numbered(rows.RECENT_TAKES)
 ADD_REJECTIONS = numbered(rows.ADD_REJECTIONS)

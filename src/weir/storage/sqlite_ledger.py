@@ -108,7 +108,7 @@ def _open_epoch(recent_since_ms: Millis, database: sqlite3.Connection) -> Recove
         epoch=epoch,
         next_seq=last_seq + 1,
         balances=[LeafBalance(*row) for row in database.execute(rows.BALANCES, floors_of(recent_since_ms))],
-        open_executions=[rows.stored_execution(row) for row in database.execute(rows.OPEN_EXECUTIONS)],
+        open_holds=[rows.open_hold(row) for row in database.execute(rows.OPEN_HOLDS)],
         recent_takes=rows.recent_takes(database.execute(rows.RECENT_TAKES, (recent_since_ms,))),
     )
     database.execute("COMMIT")

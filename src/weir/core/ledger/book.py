@@ -151,12 +151,25 @@ class Book:
         for account in self._path(_scopes_of_leaf(leaf)):
             account.spend(window, microusd, tokens)
 
-    def restore_take(self, tenant: str, take: BucketTake, at_ns: Nanos) -> None:
-        """Replay a recent take, net of what its settlement returned, in order of time; unlimited scopes are skipped."""
+    def restore_take(self, tenant: str, take: BucketTake, at_ns: Nanos, hold: Hashable | None = None) -> None:
+        """Replay a recent take, net of what its settlement returned, in order of time; unlimited scopes are skipped.
+
+        hold: the one that made it, if that is restored too.
+        """
         account = self._limited.get(Scope(tenant, take.application, take.key, take.alias))
         bucket = account.buckets.get(take.limit) if account else None
         if bucket is not None:
-            bucket.restore(take.units, at_ns)
+            bucket.restore(take.units, at_ns, hold)
+
+    def restore_hold(self, hold: Hashable, scopes: Scopes, worst: Worst, windows: tuple[str, ...]) -> None:
+        """Hold again what an earlier process held, in the same windows; what it took of buckets is replayed apart."""
+        assert hold not in self._holds
+        calendar = self._calendar(scopes[-1].tenant)
+        for window in windows:
+            calendar.remember(window)
+        for account in self._path(scopes):
+            account.hold(windows, worst.cost_microusd, worst.tokens)
+        self._holds[hold] = _OpenHold(scopes, worst, windows)
 
     # ── the one step of admission ────────────────────────────────────────────────────────────────────────────────────
 

@@ -73,10 +73,16 @@ class Bucket:
         self._tat = start + units * SCALE
         self._takes[owner] = Take(start, self._tat)
 
-    def restore(self, units: int, at_ns: Nanos) -> None:
-        """Count a take of an earlier process that nobody will settle; one made under a higher rate is clamped to this one's."""
+    def restore(self, units: int, at_ns: Nanos, owner: object | None = None) -> None:
+        """Count a take of an earlier process; one made under a higher rate is clamped to this one's.
+
+        owner: whoever will settle it; None: nobody will.
+        """
         self._run_to(at_ns)
-        self._tat = min(max(self._tat, self._clock) + units * SCALE, self._clock + self.rate * SCALE)
+        start = max(self._tat, self._clock)
+        self._tat = min(start + units * SCALE, self._clock + self.rate * SCALE)
+        if owner is not None and self._tat > start:
+            self._takes[owner] = Take(start, self._tat)
 
     def settle(self, owner: object, used_units: int, now_ns: Nanos) -> int:
         """End the take of `owner` that used `used_units`; returns the units given back: min(unused, not refilled yet)."""

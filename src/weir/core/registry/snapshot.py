@@ -67,6 +67,10 @@ class Snapshot:
         """The time zones of each tenant's budget windows."""
         return {name: tenant.zones for name, tenant in self.tenants.items()}
 
+    def workload_class(self, name: str) -> WorkloadClass:
+        """The row of a class. Raises StopIteration where there is none."""
+        return next(row for row in self.workload_classes if row.name == name)
+
     def price_of(self, revision: str, version: int) -> Price:
         """A version of a revision's price schedule; what a hold pinned is never removed. Raises KeyError."""
         return self.prices[revision, version]

@@ -233,6 +233,21 @@ class Replica:
         self._count_free()
         return lane
 
+    def retake_lane(self, lane: int | None, kv_tokens: Tokens, prefill_tokens: Tokens, now_ns: Nanos) -> int | None:
+        """A lane for what runs here already, whatever the state: the one that it was given if that is free, else the lowest.
+
+        lane: None where that is not known. None where all are taken.
+        """
+        if not self._free_lanes:
+            return None
+        taken = lane if lane in self._free_lanes else min(self._free_lanes)
+        assert taken is not None
+        self._free_lanes.remove(taken)
+        heapq.heapify(self._free_lanes)
+        self.room.take(taken, kv_tokens, prefill_tokens, now_ns)
+        self._count_free()
+        return taken
+
     def free_lane(self, lane: int) -> None:
         """Give a lane back; it must be taken."""
         assert 0 <= lane < self.limits.concurrency and lane not in self._free_lanes

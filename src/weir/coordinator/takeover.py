@@ -1,0 +1,328 @@
+"""What an earlier coordinator left open goes on: its holds are kept until their gateways tell of them, or are given up.
+
+Each open hold becomes an execution again, in the session that carried it, which nobody has for now: its limits, budgets and
+buckets are held, and its id is bound. A gateway that tells of it takes it into its new session, and it goes on from what the
+gateway knows; what its gateway does not tell is lost at once, and what no gateway tells when the lease is over. Until every
+gateway that carried something was heard and some replica is known, or a second passed, nothing is admitted and nothing is
+dispatched, so that what runs gets its lanes back, and what waits its place.
+
+It decides nothing about an end, a retry or a place: it hands over to whoever does.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import structlog
+
+from weir import errors
+from weir.coordinator.dispatcher import Dispatcher
+from weir.coordinator.execution import Execution, Placement
+from weir.coordinator.execution_table import ExecutionTable
+from weir.coordinator.explain import WatchedSessions
+from weir.coordinator.fleet import Fleet
+from weir.coordinator.restoring import restored, resume, wait
+from weir.coordinator.sessions import NOBODY, Session
+from weir.coordinator.strays import Strays
+from weir.core.registry.snapshot import Snapshot
+from weir.core.routing.replica import Replica
+from weir.core.tenancy import Scopes
+from weir.messages import (
+    Acquire,
+    DeliveryBooked,
+    EndBooked,
+    Ended,
+    Finish,
+    NotHeld,
+    Reattach,
+    Reattached,
+    ReattachedAll,
+    Register,
+    ReplicaAddress,
+    Run,
+    StandingView,
+    Stopped,
+    StopRequest,
+    gateway_of,
+)
+from weir.ports import Clock, OpenHold
+from weir.units import Millis, Moment, Tokens, ns_from_ms
+
+RECOVERING_S = 1.0
+"""How long gateways that carried something, and replicas, are waited for before anything else is decided."""
+
+_log = structlog.get_logger("weir.coordinator")
+
+
+@dataclass(frozen=True, slots=True)
+class TakeoverParts:
+    """What it hands over to. lose: ends a session's executions; finish: takes a gateway's report; start: runs a task.
+
+    lease_ms: how long a hold waits for its gateway.
+    """
+
+    clock: Clock
+    fleet: Fleet
+    executions: ExecutionTable
+    sessions: WatchedSessions
+    dispatcher: Dispatcher
+    standing: Callable[[Scopes], StandingView]
+    finish: Callable[[Session, Finish], None]
+    lose: Callable[[str], None]
+    start: Callable[[Coroutine[Any, Any, None]], bool]
+    lease_ms: Millis
+
+
+class _Kept(NamedTuple):
+    """An execution that no gateway has told of. attempt and delivered_max: of its last durable step."""
+
+    execution: Execution
+    attempt: int
+    delivered_max: Tokens
+
+
+class _Unplaced(NamedTuple):
+    """What runs on a replica that is not known here yet. lane and url: as its gateway tells them."""
+
+    execution: Execution
+    placement: Placement
+    lane: int | None = None
+    url: str | None = None
+
+
+class Takeover:
+    """One coordinator's. is_recovering: nothing is admitted, and nothing dispatched."""
+
+    def __init__(self, parts: TakeoverParts) -> None:
+        self._parts = parts
+        self._kept: dict[str, _Kept] = {}  # by generation id
+        self._former: dict[str, set[str]] = {}  # names of sessions that nobody has, by gateway
+        self._unplaced: list[_Unplaced] = []
+        self._strays = Strays(parts.clock, parts.fleet)
+        self._deferred: deque[Callable[[], None]] = deque()
+        self._timers: list[asyncio.TimerHandle] = []
+        self.is_recovering = False
+        parts.fleet.on_known = self._replica_is_known
+
+    # ── beginning and end ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def restore(self, found: Sequence[OpenHold], snapshot: Snapshot) -> None:
+        """Keep open holds, whose amounts the book has. Before anything is asked."""
+        self.is_recovering = True
+        parts, now = self._parts, Moment(self._parts.clock.monotonic_ns(), self._parts.clock.wall_ms())
+        for number, each in enumerate(found, 1):
+            execution = restored(each, snapshot, -number, now)
+            parts.fleet.add_pool(snapshot.pools[execution.pool])
+            parts.dispatcher.expect(execution)
+            parts.executions.add(execution)
+            session = parts.sessions.find(execution.session) or parts.sessions.open(execution.session, NOBODY)
+            session.by_ref[execution.acquire.ref] = execution
+            self._former.setdefault(gateway_of(session.name), set()).add(session.name)
+            self._kept[execution.acquire.generation_id] = _Kept(execution, each.attempt, each.delivered_max)
+            if execution.placement is not None:
+                self._has_to_be_placed(_Unplaced(execution, execution.placement))
+
+    def begin(self) -> None:
+        """Wait for gateways and replicas from now on."""
+        loop = asyncio.get_running_loop()
+        if self.is_recovering:
+            self._timers.append(loop.call_later(RECOVERING_S, self._become_active))
+        if self._former:
+            _log.info("takes_over", requests=len(self._kept), gateways=len(self._former))
+            self._timers.append(loop.call_later(self._parts.lease_ms / 1e3, self._give_up))
+        self.look_around()
+
+    def look_around(self) -> None:
+        """It is active once nobody is waited for: no gateway, and no first replica."""
+        if self.is_recovering and not self._former and self._parts.fleet.ready_addresses():
+            self._become_active()
+
+    def close(self) -> None:
+        """Wait for nobody any more."""
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+
+    def when_active(self, work: Callable[[], None]) -> None:
+        """Do this once it is not recovering any more."""
+        self._deferred.append(work)
+
+    def _become_active(self) -> None:
+        if not self._former:
+            self.close()
+        self.is_recovering = False
+        for each in list(self._unplaced):  # of gateways that were not heard: whichever lane is left
+            self._try_to_place(each)
+        self._parts.dispatcher.schedule()
+        while self._deferred:
+            self._deferred.popleft()()
+
+    def _give_up(self) -> None:
+        """The lease is over: what no gateway told is lost."""
+        for gateway in list(self._former):
+            self._lose_former(gateway)
+
+    def _lose_former(self, gateway: str) -> None:
+        """Nobody carries what is left of a gateway's earlier sessions."""
+        for name in self._former.pop(gateway, ()):
+            session = self._parts.sessions.find(name)
+            assert session is not None
+            _log.info("former_session_over", session=name, lost=len(session.by_ref))
+            for execution in session.by_ref.values():
+                self._kept.pop(execution.acquire.generation_id, None)
+            self._parts.lose(name)
+        if not self._former:
+            self._kept.clear()
+            self.look_around()
+
+    # ── gateways ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def registered(self, register: Register) -> None:
+        """A gateway is here: one that tells nothing again has ended what it carried."""
+        if not register.reattaches:
+            self._lose_former(register.gateway)
+            self._lose_former(gateway_of(register.former))
+
+    def on_reattached_all(self, session: Session, message: ReattachedAll) -> None:
+        """What this gateway did not tell it does not carry."""
+        self._lose_former(gateway_of(session.name))
+
+    def on_reattach(self, session: Session, told: Reattach) -> None:
+        """A gateway carries this request."""
+        kept = self._kept.get(told.acquire.generation_id)
+        if kept is not None and kept.execution.acquire.body_digest == told.acquire.body_digest:
+            del self._kept[told.acquire.generation_id]
+            self._take_over(session, told, kept)
+            return
+        self._strays.run(session, told)
+        if not self._parts.start(self._answer_from_store(session, told.acquire)):
+            session.inbox.deliver(NotHeld(told.acquire.ref, is_known=False))
+
+    def _take_over(self, session: Session, told: Reattach, kept: _Kept) -> None:
+        execution, asked = kept.execution, told.acquire
+        former = self._parts.sessions.find(execution.session)
+        if former is not None:
+            former.by_ref.pop(execution.acquire.ref, None)
+        execution.acquire, execution.session = asked, session.name
+        if not execution.end_durable:
+            session.by_ref[asked.ref] = execution
+        if execution.end_record is not None:
+            self._strays.run(session, told)
+            self._tell_end(session, execution)
+            return
+        now_ns = self._parts.clock.monotonic_ns()
+        execution.arrived_ns = now_ns - asked.waited_ns
+        execution.deadline_ns = now_ns + ns_from_ms(asked.deadline_left_ms)
+        standing = self._parts.standing(execution.admit.scopes)
+        session.inbox.deliver(Reattached(asked.ref, execution.id.execution, standing))
+        self._leave_place(execution)
+        if told.run is not None:
+            self._resume(session, told, told.run, kept)
+        elif told.finish is None:
+            self._wait_again(execution)
+        if told.finish is not None:
+            self._parts.finish(session, told.finish)
+        elif execution.stop_asked is not None:
+            session.inbox.deliver(StopRequest(asked.ref, execution.stop_asked))
+
+    def _tell_end(self, session: Session, execution: Execution) -> None:
+        """It ended while nobody carried it."""
+        ref = execution.acquire.ref
+        told = EndBooked if execution.end_durable else Ended
+        session.inbox.deliver(told(ref, execution.public()))
+
+    def _wait_again(self, execution: Execution) -> None:
+        """It waits, in its place, whatever was dispatched unheard."""
+        wait(execution)
+        self._parts.dispatcher.enqueue(execution)
+        if execution.stop_asked is not None:
+            self._parts.dispatcher.end_waiting(execution, execution.stop_asked)
+        else:
+            self._parts.dispatcher.start(execution)
+
+    def _resume(self, session: Session, told: Reattach, run: Run, kept: _Kept) -> None:
+        """It runs where its gateway says."""
+        execution, dispatcher = kept.execution, self._parts.dispatcher
+        resume(execution, told, kept.attempt, kept.delivered_max, self._parts.clock.monotonic_ns())
+        self._place(execution, told)
+        if told.finish is not None:
+            return  # nothing more of it is to be booked ahead
+        is_booked = kept.attempt == run.attempt
+        if is_booked:
+            session.inbox.deliver(DeliveryBooked(execution.acquire.ref, run.attempt, kept.delivered_max))
+        wanted = min(run.delivered_max, execution.admit.worst.output_tokens)
+        if not is_booked or wanted > kept.delivered_max:
+            dispatcher.append_step(execution, wanted)
+
+    async def _answer_from_store(self, session: Session, asked: Acquire) -> None:
+        """It has ended, or was never durable."""
+        try:
+            stored = await self._parts.executions.find_stored(asked.tenant, asked.request_id)
+        except errors.LedgerUnavailable:
+            session.inbox.deliver(NotHeld(asked.ref, is_known=False))
+            return
+        if stored is None or stored.record.generation_id != asked.generation_id:
+            session.inbox.deliver(NotHeld(asked.ref))
+        elif stored.open:  # it is held, and was given up here
+            session.inbox.deliver(NotHeld(asked.ref, is_known=False))
+        else:
+            session.inbox.deliver(EndBooked(asked.ref, stored.record))
+
+    # ── lanes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def stray_stopped(self, session: str, stopped: Stopped) -> None:
+        """Nothing runs any more of what this coordinator never admitted, or has ended."""
+        if self._strays.stopped(session, stopped):
+            self._parts.dispatcher.schedule()
+
+    def lost(self, session: str) -> None:
+        """Whatever ran for a session runs no more."""
+        if self._strays.lost(session):
+            self._parts.dispatcher.schedule()
+
+    def stopped(self, placement: Placement) -> None:
+        """Nothing of this attempt runs any more."""
+        if placement.is_unplaced:
+            placement.is_unplaced = False
+            self._unplaced = [each for each in self._unplaced if each.placement is not placement]
+
+    def _place(self, execution: Execution, told: Reattach) -> None:
+        """What its gateway says to run gets its lanes."""
+        for run in (told.earlier, told.run):
+            placement = execution.placement_of(run.attempt) if run is not None and not run.is_stopped else None
+            if run is not None and placement is not None:
+                self._has_to_be_placed(_Unplaced(execution, placement, run.lane, run.replica.url))
+
+    def _has_to_be_placed(self, found: _Unplaced) -> None:
+        found.placement.is_unplaced = True
+        self._unplaced.append(found)
+        self._try_to_place(found)
+
+    def _leave_place(self, execution: Execution) -> None:
+        """What was supposed of where it runs is not so."""
+        placement = execution.placement
+        if placement is None:
+            return
+        self.stopped(placement)
+        lane, placement.lane = placement.lane, None
+        if lane is not None:
+            placement.replica.free_lane(lane)
+            self._parts.dispatcher.lane_freed(execution, placement)
+
+    def _replica_is_known(self, replica: Replica, address: ReplicaAddress) -> None:
+        """A supervisor named it: what runs there takes its lanes before anything else can."""
+        self._strays.look_for_replicas()
+        for each in list(self._unplaced):
+            self._try_to_place(each)
+
+    def _try_to_place(self, found: _Unplaced) -> None:
+        """Lanes that gateways name come first: until they were heard, those of others are left open."""
+        execution, placement = found.execution, found.placement
+        if found.lane is None and self.is_recovering:
+            return
+        replica = self._parts.fleet.find(execution.pool, placement.replica.name, found.url)
+        if replica is not None:
+            self.stopped(placement)
+            self._parts.dispatcher.resume(execution, placement, replica, found.lane)
