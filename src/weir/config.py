@@ -160,16 +160,17 @@ class StoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class LinkConfig:
-    """Between gateways and the coordinator. The files are for links over TCP, which need all that their side reads."""
+    """Between gateways, control and the coordinator. The files are for links over TCP, which need all that their side reads."""
 
-    listen: str | None = None  # HOST:PORT or unix:PATH where gateways reach the coordinator that it does not start itself
+    listen: str | None = None  # HOST:PORT or unix:PATH where the coordinator is reached by what it does not start itself
     certificate_file: str | None = None  # the coordinator shows it, with its chain
     private_key_file: str | None = None
-    authority_file: str | None = None  # whose certificates a gateway trusts
+    authority_file: str | None = None  # whose certificates a gateway or control trusts
     token_file: str | None = None  # both sides: at least 32 characters
     heartbeat_ms: Millis = 1_000  # each side says something as often; three without anything break the link
     silence_ms: Millis = 10_000  # without a coordinator after which a gateway ends its requests; below the lease
     lease_ms: Millis = 15_000  # without a gateway after which the coordinator does
+    snapshot_valid_ms: Millis = 60_000  # what is approved may be worked by for so long without a check against the store
 
 
 @dataclass(frozen=True, slots=True)

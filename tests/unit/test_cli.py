@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.unit.cli_terminal import COMMAND_WAIT_S, USAGE, Terminal, terminal_of
 
-from weir.app.cell import Ready
+from weir.app.ready_file import Ready
 from weir.cli.tables import digits_of, dollars, thousands
 from weir.cli.up import show_ready
 

@@ -7,7 +7,6 @@ any more.
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 from weir.api.tenant_app import TenantApp
@@ -15,8 +14,9 @@ from weir.app.engine_clients import EngineClients
 from weir.app.gateway_keeper import GatewayKeeper
 from weir.app.link_sockets import LinkListener, serving_unix
 from weir.app.listeners import Listeners
+from weir.app.process_parts import ProcessParts
 from weir.app.servers import QuietServer
-from weir.config import LinkConfig, StoreConfig, WeirConfig
+from weir.config import LinkConfig, StoreConfig
 from weir.coordinator.coordinator import Coordinator
 from weir.gateway.inbox import Inbox
 from weir.gateway.pipeline import Gateway
@@ -24,8 +24,6 @@ from weir.gateway.planning import Planner
 from weir.link.coordinator_end import CoordinatorEnd
 from weir.link.frames import Terms
 from weir.messages import Register
-from weir.ports import Clock, Entropy
-from weir.telemetry import Telemetry
 from weir.units import Millis
 
 
@@ -33,24 +31,15 @@ from weir.units import Millis
 class FrontParts:
     """What both kinds work with. is_ready: whether new work is welcome; on_broken: a broken invariant ends the cell.
 
-    terms: what gateways are told. epoch: the coordinator's. folder: of this process alone.
-    links: where those come in that the cell does not start itself.
+    terms: what gateways are told. epoch: the coordinator's. links: where those come in that the cell does not start itself.
     """
 
-    clock: Clock
-    entropy: Entropy
-    telemetry: Telemetry
-    config: WeirConfig
-    folder: Path
+    process: ProcessParts
     links: LinkListener
     terms: Terms
     epoch: int
     is_ready: Callable[[], bool]
     on_broken: Callable[[BaseException], None]
-
-    def new_name(self, kind: str) -> str:
-        """A name that nothing else has."""
-        return f"{kind}-{self.entropy.token(12).hex()}"
 
 
 class Front(Protocol):
@@ -87,11 +76,12 @@ class OwnFront:
     def __init__(self, parts: FrontParts, coordinator: Coordinator, engines: EngineClients) -> None:
         self._parts = parts
         self._server: QuietServer | None = None
-        self.inbox = Inbox(parts.clock)
+        process = parts.process
+        self.inbox = Inbox(process.clock)
         planner = Planner(self.inbox, engines.of, parts.terms.digest_key, parts.terms.salt_key)
-        config = parts.config.gateway
-        self._gateway = Gateway(parts.clock, parts.entropy, config, self.inbox, planner, parts.telemetry)
-        link = coordinator.connect(Register(parts.new_name("gw")), self.inbox)
+        config = process.config.gateway
+        self._gateway = Gateway(process.clock, process.entropy, config, self.inbox, planner, process.telemetry)
+        link = coordinator.connect(Register(process.new_name("gw")), self.inbox)
         self._gateway.connect(link, engines.of, parts.terms.step_tokens, parts.terms.store_wait_ms)
 
     @property
@@ -101,9 +91,10 @@ class OwnFront:
 
     def start(self, tasks: asyncio.TaskGroup, listeners: Listeners) -> None:
         """Serve tenants on their socket."""
-        parts = self._parts
+        parts, process = self._parts, self._parts.process
         tasks.create_task(self._gateway.run())
-        app = TenantApp(self._gateway, parts.clock, parts.entropy, parts.config.gateway, parts.is_ready, parts.on_broken)
+        config = process.config.gateway
+        app = TenantApp(self._gateway, process.clock, process.entropy, config, parts.is_ready, parts.on_broken)
         self._server = listeners.serve_tenants(tasks, app)
 
     async def wait_ready(self) -> bool:
@@ -131,14 +122,15 @@ class LinkedFront:
         self._parts = parts
         self._number = number
         self._own = own
-        self._near_end = CoordinatorEnd(parts.clock, coordinator, parts.epoch, parts.terms)
-        self._far_end = CoordinatorEnd(parts.clock, coordinator, parts.epoch, parts.terms, parts.links.token)
+        clock = parts.process.clock
+        self._near_end = CoordinatorEnd(clock, coordinator, parts.epoch, parts.terms)
+        self._far_end = CoordinatorEnd(clock, coordinator, parts.epoch, parts.terms, parts.links.token)
         self._keeper: GatewayKeeper | None = None
         self._serving: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
         self._is_stopping = False
-        self.inbox = Inbox(parts.clock)
-        self.inbox.link = coordinator.connect(Register(parts.new_name("control")), self.inbox)
+        self.inbox = Inbox(clock)
+        self.inbox.link = coordinator.connect(Register(parts.process.new_name("control")), self.inbox)
 
     @property
     def gateways(self) -> list[str]:
@@ -153,8 +145,10 @@ class LinkedFront:
 
     async def _run(self, listeners: Listeners) -> None:
         # A gateway gets no credentials of a database, and needs none for the socket of its own cell.
-        config = replace(self._parts.config, store=StoreConfig(), pools={}, link=LinkConfig())
-        near, far = serving_unix(self._near_end, self._parts.folder), self._parts.links.serving(self._far_end)
+        process = self._parts.process
+        config = replace(process.config, store=StoreConfig(), pools={}, link=LinkConfig())
+        near = serving_unix(self._near_end, process.stores.directory.path)
+        far = self._parts.links.serving(self._far_end)
         async with near as path, far, asyncio.TaskGroup() as ends, asyncio.TaskGroup() as gateways:
             ends.create_task(self._near_end.run())
             ends.create_task(self._far_end.run())

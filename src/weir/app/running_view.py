@@ -1,12 +1,11 @@
 """The running cell as administrators and scrapes see it: read only, from the coordinator's own figures."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from weir.control.cell_view import Explanations, PoolReport, ReplicaReport
-from weir.control.supervisor import Supervisor
 from weir.coordinator.coordinator import Coordinator
 from weir.coordinator.execution_table import ExecutionTable
 from weir.coordinator.fleet import Fleet, PoolView
@@ -18,18 +17,23 @@ from weir.ports import Clock
 from weir.telemetry import GaugeReading, snapshot_gauges
 from weir.units import Moment
 
+FaultOf: TypeAlias = Callable[[str], str | None]
+
 
 class RunningCell:
-    """Implements control's CellView in one process."""
+    """Implements control's CellView beside the coordinator. fault_of: why a pool's replicas are not ready, where that is known.
+
+    inbox: a session for look-ups.
+    """
 
     def __init__(
-        self, clock: Clock, book: Book, coordinator: Coordinator, fleet: Fleet, supervisor: Supervisor, inbox: Inbox
+        self, clock: Clock, book: Book, coordinator: Coordinator, fleet: Fleet, fault_of: FaultOf, inbox: Inbox
     ) -> None:
         self._clock = clock
         self._book = book
         self._coordinator = coordinator
         self._fleet = fleet
-        self._supervisor = supervisor
+        self._fault_of = fault_of
         self._inbox = inbox
 
     async def accounts(self, tenant: str) -> Sequence[Mapping[str, Any]]:
@@ -77,7 +81,7 @@ class RunningCell:
                         kv_tokens_reserved=replica.room.kv_tokens,
                         prefill_tokens=replica.room.prefill_tokens,
                         pace=msgspec.structs.asdict(address.pace) if address and address.pace else None,
-                        detail=None if replica.state is ReplicaState.READY else self._supervisor.fault_of(pool.name),
+                        detail=None if replica.state is ReplicaState.READY else self._fault_of(pool.name),
                     )
                 )
         return sorted(reports, key=lambda report: report.name)

@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import os
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +11,10 @@ import typer
 import uvloop
 
 from weir import errors
-from weir.app.cell import CellOptions, Ready, run_cell
+from weir.app.cell import CellOptions, run_cell
+from weir.app.ready_file import Ready
 from weir.app.runtime import refuse_stripped_assertions
+from weir.cli.foreground import refusals_shown, say, until_signalled
 from weir.config import StoreConfig, load_config
 from weir.telemetry import configure_logs
 
@@ -47,7 +47,7 @@ def up(
     first_answer: Annotated[bool, typer.Option("--first-answer", help="Stream one answer once ready.")] = False,
 ) -> None:
     """Start the platform: coordinator, control and gateways, on SQLite or PostgreSQL, with its engines."""
-    try:
+    with refusals_shown():
         refuse_stripped_assertions()
         settings = load_config(config)
         if database is not None:
@@ -61,25 +61,13 @@ def up(
             ready_file=ready_file,
             gateways=gateways,
             standby=standby,
-            announce=_say,
+            announce=say,
         )
         uvloop.run(_serve(options, first_answer=first_answer))
-    except errors.WeirError as refusal:
-        typer.echo(f"weir: {refusal.detail}", err=True)
-        raise typer.Exit(2) from refusal
 
 
 async def _serve(options: CellOptions, *, first_answer: bool) -> None:
-    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-
-    def interrupted() -> None:
-        if stop.is_set():
-            os._exit(130)  # a second Ctrl-C: leave at once; the next start resolves what is open
-        stop.set()
-
-    loop.add_signal_handler(signal.SIGINT, interrupted)
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
     answers: list[asyncio.Task[None]] = []
 
     def ready(found: Ready) -> None:
@@ -88,12 +76,7 @@ async def _serve(options: CellOptions, *, first_answer: bool) -> None:
             answers.append(loop.create_task(_stream_first_answer(options.state)))
 
     try:
-        await run_cell(options, stop, ready)
-    except* errors.WeirError as failures:
-        fault: BaseException = failures
-        while isinstance(fault, BaseExceptionGroup):  # bounded by the nesting of task groups
-            fault = fault.exceptions[0]
-        raise fault from None
+        await until_signalled(lambda stop: run_cell(options, stop, ready))
     finally:
         for answer in answers:
             answer.cancel()
@@ -117,10 +100,6 @@ def _address(text: str) -> tuple[str, int]:
     if not host or not port.isdigit() or int(port) > _PORT_MAX:
         raise errors.InvalidRequest(f"--listen takes HOST:PORT, not {text!r}.", members={"field": "--listen"})
     return host.strip("[]"), int(port)
-
-
-def _say(line: str) -> None:
-    typer.echo(f"  · {line}", err=True)
 
 
 def show_ready(ready: Ready) -> None:

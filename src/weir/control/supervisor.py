@@ -61,7 +61,10 @@ class _PoolKeeping:
 
 
 class Supervisor:
-    """Keeps the pools of a cell. engine_for: the client of an engine kind."""
+    """Keeps the pools of a cell. engine_for: the client of an engine kind.
+
+    life: in the names of replicas, where the fleet outlives the supervisor; no other one ever had it.
+    """
 
     def __init__(
         self,
@@ -70,6 +73,8 @@ class Supervisor:
         engine_for: Callable[[EngineKind], Engine],
         config: EngineConfig,
         clock: Clock,
+        *,
+        life: str = "",
     ) -> None:
         self._fleet = fleet
         self._launcher = launcher
@@ -80,8 +85,11 @@ class Supervisor:
         self._pools: dict[str, _PoolKeeping] = {}
         self._ready: dict[str, asyncio.Event] = {}  # by revision
         self._condemned: dict[str, asyncio.Event] = {}
+        self._life = f"{life}-" if life else ""
         self._serial = 0
         self.announce: Callable[[str], None] = lambda line: None
+        self.on_located: Callable[[str, str], None] = lambda replica, url: None
+        """Told where a replica that is about to be added runs already."""
 
     def add_pool(self, pool: Pool, revision: Revision) -> None:
         """Keep this pool once `run` runs."""
@@ -93,7 +101,8 @@ class Supervisor:
 
     def demand(self, pool: str) -> None:
         """A request asked for a pool that is on demand."""
-        self._pools[pool].wanted.set()
+        if (keeping := self._pools.get(pool)) is not None:
+            keeping.wanted.set()
 
     def condemn(self, replica: str) -> None:
         """Replace a replica that did not confirm a stop."""
@@ -101,8 +110,9 @@ class Supervisor:
             event.set()
 
     def fault_of(self, pool: str) -> str | None:
-        """Why the pool's last start or replica failed, if it did."""
-        return self._pools[pool].last_fault
+        """Why the pool's last start or replica failed, if it did. None also for a pool that is not kept."""
+        keeping = self._pools.get(pool)
+        return keeping.last_fault if keeping is not None else None
 
     async def wait_ready(self) -> bool:
         """True, once every revision that has a pool which is not on demand had a ready replica in one of them."""
@@ -122,7 +132,7 @@ class Supervisor:
 
     def _name(self, keeping: _PoolKeeping) -> str:
         self._serial += 1
-        return f"{keeping.pool.name}-{self._serial}"
+        return f"{keeping.pool.name}-{self._life}{self._serial}"
 
     def _address(self, keeping: _PoolKeeping, name: str, url: str, api_key: str | None) -> ReplicaAddress:
         revision = keeping.revision
@@ -136,6 +146,7 @@ class Supervisor:
     async def _keep_url(self, keeping: _PoolKeeping, url: str) -> None:
         while True:
             name = self._name(keeping)
+            self.on_located(name, url)
             self._fleet.add(name, keeping.pool.name, keeping.pool.concurrency)
             try:
                 address = self._address(keeping, name, url, self._url_api_key)

@@ -1,0 +1,109 @@
+"""Control's side of a cell, beside the coordinator in one process or in one of its own: catalog, engines, management.
+
+It decides what is approved and keeps the engines; who is told of both is its owner's: a coordinator in this process or a link.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from weir.app.engine_choice import declare_models
+from weir.app.engine_clients import EngineClients
+from weir.app.process_parts import ProcessParts
+from weir.config import WeirConfig, environment_of_engine
+from weir.control.bootstrap import BootstrapSecrets, bootstrap, draft_keys, shown_secrets
+from weir.control.cell_view import CellView
+from weir.control.commands import Commands
+from weir.control.declared_models import DeclaredModels
+from weir.control.refresh import PERIOD_S, Refresh
+from weir.control.supervisor import FleetReports, Supervisor
+from weir.core.registry.model import EngineKind
+from weir.core.registry.snapshot import Snapshot
+from weir.engines.launcher import LocalLauncher
+from weir.ports import Acknowledgement
+
+ACKNOWLEDGE_MS = 2_000
+"""How long a change waits for all gateways before it is answered with those that are behind."""
+_CHECKS_WHILE_VALID = 4
+"""So often what is in force is checked within its time, should that be short."""
+
+
+class ControlSide:
+    """engines: what was asked for. fleet: what the supervisor tells. put_in_force: takes each snapshot, in order.
+
+    life: see `Supervisor`.
+    """
+
+    def __init__(
+        self,
+        parts: ProcessParts,
+        engines: Sequence[str],
+        fleet: FleetReports,
+        put_in_force: Callable[[Snapshot], Awaitable[None]],
+        life: str = "",
+    ) -> None:
+        self._parts = parts
+        self._asked = list(engines)
+        self._put_in_force = put_in_force
+        self._pools: set[str] = set()
+        config = parts.config
+        self.engines = EngineClients(config.engine)
+        self.commands = Commands(parts.stores.catalog, self._publish, parts.clock, parts.entropy)
+        self.supervisor = Supervisor(fleet, _launcher(config), self.engines.of, config.engine, parts.clock, life=life)
+        self.supervisor.announce = parts.announce
+
+    async def declared(self) -> DeclaredModels:
+        """What the engines of this start serve. Raises EngineError."""
+        folder, engine = self._parts.stores.directory.path / "models", self.engines.of(EngineKind.OPENAI)
+        return await declare_models(self._asked, self._parts.config, folder, engine, self._parts.announce)
+
+    async def bootstrap(self, models: DeclaredModels) -> BootstrapSecrets:
+        """Demo catalog on an empty database; the models of this start in any case, whose pools are kept from now on."""
+        stores = self._parts.stores
+        if not stores.directory.bootstrap_keys:
+            stores.directory.keep_bootstrap_keys(draft_keys(self._parts.entropy))
+        await bootstrap(self.commands, models, stores.directory.bootstrap_keys)
+        for pool in models.pools:
+            revision = next(entry for entry in models.revisions if entry.id == pool.revision)
+            self._pools.add(pool.name)
+            self.supervisor.add_pool(pool, revision)
+        await self.commands.refresh()
+        return shown_secrets(await stores.catalog.load(), stores.directory.bootstrap_keys)
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """What is approved now. What an earlier start declared stays on record, but only the pools of this one are served."""
+        return self.commands.published.serving(self._pools)
+
+    async def _publish(self, snapshot: Snapshot) -> Acknowledgement:
+        """It is in force everywhere once `confirm` says so."""
+        await self._put_in_force(await asyncio.to_thread(snapshot.serving, self._pools))
+        return Acknowledgement(snapshot.version)
+
+    def start(self, tasks: asyncio.TaskGroup, renew: Callable[[], None]) -> list[asyncio.Task[Any]]:
+        """Keep the engines, which stop as that is cancelled, and what is in force, which `renew` hears was checked."""
+        valid_s = self._parts.config.link.snapshot_valid_ms / 1e3
+        refresh = Refresh(self.commands, renew, min(PERIOD_S, valid_s / _CHECKS_WHILE_VALID))
+        return [tasks.create_task(self.supervisor.run()), tasks.create_task(refresh.run())]
+
+    async def admin_app(self, view: CellView) -> Any:
+        """The management application; its framework takes a second to import, so this runs off the loop."""
+        return await asyncio.to_thread(self._create_admin_app, view)
+
+    def _create_admin_app(self, view: CellView) -> Any:
+        from weir.api.admin import AdminParts, create_admin_app
+
+        return create_admin_app(AdminParts(self.commands, self._parts.stores.ledger, view, self._parts.entropy))
+
+    async def aclose(self) -> None:
+        """No engine is spoken to any more."""
+        await self.engines.aclose()
+
+
+def _launcher(config: WeirConfig) -> LocalLauncher:
+    return LocalLauncher(threads=config.pool.threads, start_ms=config.engine.start_ms, environment=environment_of_engine())
+
+
+def aliases_of(snapshot: Snapshot) -> list[dict[str, str]]:
+    """Aliases as the ready file shows them."""
+    return [{"alias": alias.name, "model_revision": alias.revision} for alias in snapshot.aliases.values()]
