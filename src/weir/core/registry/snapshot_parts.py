@@ -1,27 +1,27 @@
-"""A snapshot in parts, as a gateway gets it: what differs from the one that it has, few rows at a time.
+"""A snapshot in parts: what differs from the one that the other side has, few rows at a time.
 
-A gateway needs who may ask and what a name means. Limits and the price schedule stay with the coordinator, which decides. Rows
-are compared by value, so the same change read twice is told once. Parts of one change arrive in order, and nothing is in force
-before the last one.
+A gateway needs who may ask and what a name means, and gets `SnapshotPart`. The coordinator, which decides, needs limits and
+the price schedule too, and gets `WholePart` from control; a gateway's part has no place for them. Rows are compared by value,
+so the same change read twice is told once. Parts of one change arrive in order, and nothing is in force before the last one.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
 
-from weir.core.registry.model import Alias, Pool, Revision, WorkloadClass
+from weir.core.registry.model import Alias, Pool, Revision, RevisionPrice, WorkloadClass
 from weir.core.registry.snapshot import Snapshot
-from weir.core.tenancy import ApiKey, Application, Tenant
+from weir.core.tenancy import ApiKey, Application, Limits, Scope, Tenant
 
 Key = TypeVar("Key")
 Row = TypeVar("Row")
+Part = TypeVar("Part", bound="SnapshotPart")
 
 ROWS_PER_PART = 2_000
 """About 300 kB: a part delays what is behind it on a link by a few milliseconds."""
-
-_TABLES = ("tenants", "applications", "keys", "aliases", "revisions", "pools")
 
 
 class SnapshotPart(msgspec.Struct, frozen=True, tag="snapshot_part", omit_defaults=True):
@@ -48,19 +48,75 @@ class SnapshotPart(msgspec.Struct, frozen=True, tag="snapshot_part", omit_defaul
     workload_classes: tuple[WorkloadClass, ...] = ()
 
 
+class WholePart(SnapshotPart, frozen=True, tag="whole_part", omit_defaults=True):
+    """The same with limits and the price schedule: for the coordinator alone."""
+
+    limits: tuple[tuple[Scope, Limits], ...] = ()
+    prices: tuple[RevisionPrice, ...] = ()
+    gone_limits: tuple[Scope, ...] = ()
+    gone_prices: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """One mapping of a snapshot in rows. row_of: of a key and its value; item_of: the key and the value of a row."""
+
+    row_of: Callable[[Any, Any], Any]
+    item_of: Callable[[Any], tuple[Any, Any]]
+
+
+def _keyed(key_of: Callable[[Any], Any]) -> _Table:
+    """A table whose values have their keys in them."""
+    return _Table(lambda key, value: value, lambda row: (key_of(row), row))
+
+
+_TOLD: Mapping[str, _Table] = {
+    "tenants": _keyed(lambda tenant: tenant.name),
+    "applications": _keyed(lambda application: (application.tenant, application.name)),
+    "keys": _keyed(lambda key: key.secret_sha256),
+    "aliases": _keyed(lambda alias: alias.name),
+    "revisions": _keyed(lambda revision: revision.id),
+    "pools": _keyed(lambda pool: pool.name),
+}
+_WHOLE: Mapping[str, _Table] = {
+    **_TOLD,
+    "limits": _Table(lambda scope, limits: (scope, limits), lambda row: row),
+    "prices": _Table(
+        lambda key, price: RevisionPrice(key[0], price), lambda row: ((row.revision, row.price.version), row.price)
+    ),
+}
+
+
+def _tables_of(kind: type[SnapshotPart]) -> Mapping[str, _Table]:
+    """The tables that a kind of part has columns for."""
+    return _WHOLE if issubclass(kind, WholePart) else _TOLD
+
+
 def parts_between(before: Snapshot, after: Snapshot, rows_max: int = ROWS_PER_PART) -> Iterator[SnapshotPart]:
-    """What turns one snapshot into another, at least one part. rows_max ≥ 1. Linear in the rows of both."""
-    differences = chain.from_iterable(_differences(getattr(before, table), getattr(after, table), table) for table in _TABLES)
+    """What turns a gateway's snapshot into another, at least one part. rows_max ≥ 1. Linear in the rows of both."""
+    return _parts(SnapshotPart, before, after, rows_max)
+
+
+def whole_parts_between(before: Snapshot, after: Snapshot, rows_max: int = ROWS_PER_PART) -> Iterator[WholePart]:
+    """The same for the coordinator, with limits and prices."""
+    return _parts(WholePart, before, after, rows_max)
+
+
+def _parts(kind: type[Part], before: Snapshot, after: Snapshot, rows_max: int) -> Iterator[Part]:
+    differences = chain.from_iterable(
+        _differences(getattr(before, name), getattr(after, name), name, table) for name, table in _tables_of(kind).items()
+    )
     rows: list[tuple[str, Any]] = []
     room = rows_max
-    for name, row in differences:
+    for column, row in differences:
         weight = _weight(row)
         if rows and weight > room:
-            yield _part(before.version, after, rows, is_last=False)
+            yield _part(kind, before.version, after, rows)
             rows, room = [], rows_max
-        rows.append((name, row))
+        rows.append((column, row))
         room -= weight
-    yield _part(before.version, after, rows, is_last=True)
+    last = _part(kind, before.version, after, rows)
+    yield msgspec.structs.replace(last, is_last=True, workload_classes=after.workload_classes)
 
 
 def _weight(row: Any) -> int:
@@ -73,23 +129,22 @@ def _weight(row: Any) -> int:
     return 1
 
 
-def _differences(before: Mapping[Key, Row], after: Mapping[Key, Row], table: str) -> Iterator[tuple[str, Any]]:
-    for key, row in after.items():
+def _differences(before: Mapping[Key, Row], after: Mapping[Key, Row], name: str, table: _Table) -> Iterator[tuple[str, Any]]:
+    for key, value in after.items():
         known = before.get(key)
-        if known is not row and known != row:
-            yield table, row
+        if known is not value and known != value:
+            yield name, table.row_of(key, value)
     for key in before:
         if key not in after:
-            yield f"gone_{table}", key
+            yield f"gone_{name}", key
 
 
-def _part(base: int, after: Snapshot, rows: list[tuple[str, Any]], *, is_last: bool) -> SnapshotPart:
+def _part(kind: type[Part], base: int, after: Snapshot, rows: list[tuple[str, Any]]) -> Part:
     columns: dict[str, list[Any]] = {}
-    for name, row in rows:
-        columns.setdefault(name, []).append(row)
-    found = {name: tuple(column) for name, column in columns.items()}
-    classes = after.workload_classes if is_last else ()
-    return SnapshotPart(base=base, version=after.version, is_last=is_last, workload_classes=classes, **found)
+    for column, row in rows:
+        columns.setdefault(column, []).append(row)
+    found: dict[str, Any] = {column: tuple(content) for column, content in columns.items()}
+    return kind(base=base, version=after.version, **found)
 
 
 class SnapshotAssembly:
@@ -101,28 +156,18 @@ class SnapshotAssembly:
 
     def take(self, part: SnapshotPart) -> Snapshot | None:
         """The snapshot that the part completes, or None. A change that starts from nothing replaces everything."""
+        kinds = _tables_of(type(part))
         if self._tables is None:
             base = Snapshot() if part.base == 0 else self.current
             assert part.base in (0, base.version)
-            self._tables = {table: dict(getattr(base, table)) for table in _TABLES}
+            self._tables = {name: dict(getattr(base, name)) for name in kinds}
         tables = self._tables
-        for table, key_of in _KEYS.items():
-            for row in getattr(part, table):
-                tables[table][key_of(row)] = row
-            for key in getattr(part, f"gone_{table}"):
-                tables[table].pop(key, None)
+        for name, table in kinds.items():
+            tables[name].update(map(table.item_of, getattr(part, name)))
+            for key in getattr(part, f"gone_{name}"):
+                tables[name].pop(key, None)
         if not part.is_last:
             return None
         self._tables = None
         self.current = Snapshot(version=part.version, workload_classes=part.workload_classes, **tables)
         return self.current
-
-
-_KEYS: dict[str, Any] = {
-    "tenants": lambda row: row.name,
-    "applications": lambda row: (row.tenant, row.name),
-    "keys": lambda row: row.secret_sha256,
-    "aliases": lambda row: row.name,
-    "revisions": lambda row: row.id,
-    "pools": lambda row: row.name,
-}
