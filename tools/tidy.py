@@ -34,6 +34,7 @@ PLAIN_PARENTS = frozenset(
 
 EXEMPTIONS: Mapping[tuple[str, str], str] = {
     ("parameters", "src/weir/cli/up.py::up"): "each is an option of the command line",
+    ("parameters", "src/weir/cli/run_control.py::control"): "each is an option of the command line",
     ("parameters", "src/weir/cli/sim.py::run"): "each is an option of the command line",
 }
 """(rule, "path::qualified name" or "path") → the reason."""

@@ -26,6 +26,8 @@ class Entry:
 ENTRIES = {
     "up": Entry("weir.cli.up", "up", "Run a whole cell in this process."),
     "gateway": Entry("weir.cli.gateway", "gateway", "Run one gateway of a cell, linked to its coordinator."),
+    "coordinator": Entry("weir.cli.run_coordinator", "coordinator", "Run the coordinator of a cell alone."),
+    "control": Entry("weir.cli.run_control", "control", "Run the control of a cell alone: engines, catalog, management."),
     "generate": Entry("weir.cli.generate", "generate", "Ask a model and stream its answer to the terminal."),
     "tenant": Entry("weir.cli.tenant", "commands", "Create, show, change and end tenants."),
     "app": Entry("weir.cli.application", "commands", "Create and list a tenant's applications."),

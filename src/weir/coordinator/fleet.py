@@ -101,10 +101,21 @@ class Fleet:
     # ── reported by control ──────────────────────────────────────────────────────────────────────────────────────────
 
     def add_pool(self, pool: Pool) -> None:
-        """A pool that may get replicas. Idempotent by its name."""
-        if pool.name not in self._pools:
+        """A pool that may get replicas. One of its name is from now on as this one says; of another revision only if empty."""
+        view = self._pools.get(pool.name)
+        if view is None:
             view = self._pools[pool.name] = PoolView(pool)
-            self._pools_of_revision[pool.revision] = (*self.pools_of(pool.revision), view)
+        else:
+            assert view.revision == pool.revision or not view.replicas
+            self.withdraw(pool.name)
+            view.pool = pool
+        self._pools_of_revision[pool.revision] = (*self.pools_of(pool.revision), view)
+
+    def withdraw(self, pool: str) -> None:
+        """Nobody keeps replicas for this pool any more: it takes no new work. Idempotent."""
+        revision = self._pools[pool].revision
+        rest = tuple(view for view in self.pools_of(revision) if view.name != pool)
+        self._pools_of_revision[revision] = rest
 
     def add(self, name: str, pool: str, concurrency: int) -> None:
         """A replica is starting."""

@@ -48,6 +48,10 @@ class Channel(asyncio.Protocol):
         self.session = session
         self._splitter.body_bytes_max = FRAME_BYTES_MAX
 
+    def hand_over(self, user: LinkUser) -> None:
+        """Whoever took the connection is not who it is for: what comes from now on is this one's."""
+        self._user = user
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio's word that there is a connection."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own is none by its type

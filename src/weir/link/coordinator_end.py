@@ -23,6 +23,7 @@ from weir.link.frames import (
     Kind,
     Leaving,
     Refused,
+    Role,
     SnapshotHeld,
     Terms,
     Welcome,
@@ -116,6 +117,8 @@ class CoordinatorEnd:
         self._tasks: asyncio.TaskGroup | None = None
         self._change: tuple[Snapshot, Snapshot, list[SnapshotPart]] | None = None
         self._reckoning = asyncio.Lock()
+        self.on_control: Callable[[Channel, Hello, int], None] | None = None
+        """Takes a link on which control greets, and the version of messages that both speak."""
 
     def accept(self) -> Channel:
         """The protocol of a new connection."""
@@ -200,8 +203,18 @@ class CoordinatorEnd:
             self._refuse(channel, Refused("Gateway and coordinator share no version of their messages.", is_final=True))
         elif found.epoch > self._epoch:
             self._refuse(channel, Refused("A newer coordinator was seen.", is_final=False))
+        elif hello.role is Role.CONTROL:
+            self._hand_over(channel, hello, version)
         else:
             self._welcome(channel, hello, version, found)
+
+    def _hand_over(self, channel: Channel, hello: Hello, version: int) -> None:
+        """A link that is no gateway's."""
+        if self.on_control is None:
+            self._refuse(channel, Refused("This coordinator has its control in its own process.", is_final=True))
+        else:
+            self._links.discard(channel)
+            self.on_control(channel, hello, version)
 
     def _refuse(self, channel: Channel, refused: Refused) -> None:
         _log.warning("link_refused", reason=refused.detail)

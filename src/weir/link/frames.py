@@ -9,7 +9,7 @@ where it was (`delivery.py`). Number 0 is that of frames without messages.
 """
 
 import struct
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -52,10 +52,18 @@ class Frame(NamedTuple):
     body: bytes
 
 
+class Role(StrEnum):
+    """Who greets."""
+
+    GATEWAY = "gateway"
+    CONTROL = "control"
+
+
 class Hello(msgspec.Struct, frozen=True):
     """A gateway opens or takes up its session. session: unique name of this run of the gateway. token: what the link asks for.
 
     former: the one before. reattaches: what that one carried is told again in this one, else it ends with this greeting.
+    role: control greets in the same way, with the name of its life, and is answered as `control_messages.py` says.
     """
 
     session: str
@@ -64,6 +72,7 @@ class Hello(msgspec.Struct, frozen=True):
     newest_version: int = NEWEST_VERSION
     former: str = ""
     reattaches: bool = False
+    role: Role = Role.GATEWAY
 
 
 class Terms(msgspec.Struct, frozen=True):
@@ -136,30 +145,36 @@ def encode(value: Any) -> bytes:
 
 def decode_hello(body: bytes) -> Hello:
     """Raises LinkFault."""
-    return _decoded(_HELLO, body)
+    return decoded(_HELLO, body)
 
 
 def decode_welcome(found: Frame) -> Welcome:
     """The answer to `Hello`. Raises LinkFault, also where it is a refusal."""
+    return decode_answer(found, _WELCOME)
+
+
+def decode_answer(found: Frame, decoder: msgspec.msgpack.Decoder[Decoded]) -> Decoded:
+    """The answer to a greeting, by the decoder of what welcomes. Raises LinkFault, also where it is a refusal."""
     if found.kind is Kind.REFUSED:
-        refused = _decoded(_REFUSED, found.body)
+        refused = decoded(_REFUSED, found.body)
         raise errors.LinkFault(refused.detail, is_final=refused.is_final)
     if found.kind is not Kind.WELCOME:
         raise errors.LinkFault("The peer did not answer as a coordinator does.")
-    return _decoded(_WELCOME, found.body)
+    return decoded(decoder, found.body)
 
 
 def decode_up(body: bytes) -> list[WireUp]:
     """A gateway's messages. Raises LinkFault."""
-    return _decoded(_UP, body)
+    return decoded(_UP, body)
 
 
 def decode_down(body: bytes) -> list[WireDown]:
     """A coordinator's messages. Raises LinkFault."""
-    return _decoded(_DOWN, body)
+    return decoded(_DOWN, body)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[Decoded], body: bytes) -> Decoded:
+def decoded(decoder: msgspec.msgpack.Decoder[Decoded], body: bytes) -> Decoded:
+    """A body by its decoder. Raises LinkFault."""
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
