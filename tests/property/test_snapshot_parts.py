@@ -5,15 +5,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weir import errors
 from weir.core.metering import Price
 from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES, Alias, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
-from weir.core.registry.snapshot_parts import ROWS_PER_PART, SnapshotAssembly, SnapshotPart, parts_between
+from weir.core.registry.snapshot_parts import (
+    ROWS_PER_PART,
+    SnapshotAssembly,
+    SnapshotPart,
+    parts_between,
+    whole_parts_between,
+)
 from weir.core.tenancy import ApiKey, Application, Limits, Scope, ServiceClass, Tenant
 from weir.core.windows import FormerZone
+from weir.link.control_messages import decode_control_up
 from weir.link.frames import FRAME_BYTES_MAX, decode_down, encode
 from weir.units import INT64_MAX
 
@@ -49,6 +58,8 @@ _POOLS = st.builds(
     service_classes=st.lists(_CLASSES, max_size=2).map(tuple),
     input_tokens_max=st.none() | _NUMBERS,
 )
+_SCOPES = st.builds(Scope, _NAMES, st.none() | _NAMES, st.none() | _NAMES, st.none() | _NAMES)
+_LIMITS = st.builds(Limits, requests_per_minute=_NUMBERS, tokens_lifetime=st.none() | _NUMBERS)
 _NOTHING = Snapshot()
 
 
@@ -67,8 +78,8 @@ def _snapshots(draw: st.DrawFn, version: int) -> Snapshot:
         {row.name: row for row in rows(_ALIASES)},
         {row.id: row for row in rows(_REVISIONS)},
         {row.name: row for row in rows(_POOLS)},
-        {Scope("a"): Limits(1)},
-        {("a", 1): Price(1, 1, 1, 1)},
+        dict(rows(st.tuples(_SCOPES, _LIMITS))),
+        {(revision, price.version): price for revision, price in rows(st.tuples(_NAMES, _PRICES))},
         draw(st.sampled_from([DEFAULT_WORKLOAD_CLASSES, DEFAULT_WORKLOAD_CLASSES[1:], ()])),
     )
 
@@ -120,6 +131,28 @@ def test_a_part_is_the_same_after_its_journey(before: Snapshot, after: Snapshot,
     """Protects the wire form: a gateway in another process is told the same values."""
     parts = list(parts_between(before, after, rows_max))
     assert decode_down(encode(parts)) == parts
+
+
+@given(st.lists(_snapshots(0), min_size=1, max_size=4), st.integers(1, 6))
+def test_the_coordinators_parts_give_the_whole_snapshot(drawn: list[Snapshot], rows_max: int) -> None:
+    """Protects decisions: change after change the coordinator has all that control has, limits and prices too."""
+    assembly, told = SnapshotAssembly(), _NOTHING
+    for version, snapshot in enumerate(drawn, 1):
+        wanted = replace(snapshot, version=version)
+        parts = list(whole_parts_between(told, wanted, rows_max))
+        assert decode_control_up(encode(parts)) == parts
+        assert _take(assembly, parts) == wanted
+        told = wanted
+
+
+@given(_snapshots(1), _snapshots(2))
+def test_gateways_never_get_limits_or_prices(before: Snapshot, after: Snapshot) -> None:
+    """Protects tenants' limits and prices: a gateway's parts have no place for them, and its reader takes no others."""
+    whole = list(whole_parts_between(before, after))
+    for part in parts_between(before, after):
+        assert not {"limits", "prices"} & set(part.__struct_fields__)
+    with pytest.raises(errors.LinkFault):
+        decode_down(encode(whole))
 
 
 @given(_snapshots(1))

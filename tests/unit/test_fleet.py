@@ -196,3 +196,21 @@ def test_room_and_memory_are_told_apart(fleet: Fleet) -> None:
     assert not pool.has_memory(msgspec.structs.replace(need, kv_tokens=41), "b")
     pool.replicas["a"].take_lane()
     assert not pool.has_memory(need, "b"), "no lane is free"
+
+
+def test_a_pool_that_is_withdrawn_takes_no_new_work_until_it_is_added_again(fleet: Fleet) -> None:
+    """Protects requests from a pool that nobody keeps: it is not offered, and what it says of itself may change."""
+    [view] = fleet.pools_of("rev")
+    fleet.withdraw("pool")
+    fleet.withdraw("pool")
+    assert fleet.pools_of("rev") == () and list(fleet.pools) == [view]
+    fleet.add_pool(Pool("pool", "rev", 2, 2, tenant="acme"))
+    assert fleet.pools_of("rev") == (view,) and view.pool.tenant == "acme" and set(view.replicas) == {"a", "b"}
+
+
+def test_an_empty_pool_may_serve_another_revision(fleet: Fleet) -> None:
+    """Protects placement: a pool is offered for the revision that it serves now, and for no other."""
+    for name in ("a", "b"):
+        fleet.gone("pool", name)
+    fleet.add_pool(Pool("pool", "next", 2, 2))
+    assert fleet.pools_of("rev") == () and [view.name for view in fleet.pools_of("next")] == ["pool"]

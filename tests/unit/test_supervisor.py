@@ -177,3 +177,30 @@ async def test_a_launched_replica_that_does_not_generate_is_never_ready() -> Non
     async with kept(engine, Pool("p", "v", 1, 2), REVISION) as fleet:
         await engine.called_twice.wait()
     assert not fleet.answers
+
+
+async def test_a_life_is_in_the_names_of_its_replicas() -> None:
+    """Protects a fleet that outlives the supervisor: no other life ever gives the name, and what runs already is located."""
+    fleet, located = HearingFleet(), list[tuple[str, str]]()
+    engine, config = Heard(), EngineConfig(probe_ms=10)
+    supervisor = Supervisor(fleet, Launches(lambda: None), lambda kind: engine, config, SystemClock(), life="5e1f")
+    supervisor.on_located = lambda name, url: located.append((name, url))
+    supervisor.add_pool(URL, REVISION)
+    running = asyncio.get_running_loop().create_task(supervisor.run())
+    try:
+        async with asyncio.timeout(30):
+            assert (await fleet.same_address()).name == "p-5e1f-1"
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await engine.aclose()
+    assert located == [("p-5e1f-1", "http://replica")]
+
+
+async def test_a_pool_that_is_not_kept_is_nothing_to_a_supervisor() -> None:
+    """Protects control from a coordinator that knows more pools: demand for them starts nothing, and they have no fault."""
+    engine = Heard()
+    supervisor = Supervisor(Fleet(SystemClock()), Launches(lambda: None), lambda kind: engine, EngineConfig(), SystemClock())
+    supervisor.demand("other")
+    assert supervisor.fault_of("other") is None
+    await engine.aclose()

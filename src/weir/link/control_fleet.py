@@ -27,7 +27,7 @@ from weir.link.control_messages import (
     ReplicaDrained,
     ReplicaGone,
 )
-from weir.messages import ReplicaAddress
+from weir.messages import ReplicaAddress, ReplicaPace
 
 
 class KeptFleet(Protocol):
@@ -50,11 +50,15 @@ class KeptFleet(Protocol):
 
 @dataclass(slots=True)
 class _Kept:
-    """A replica of the fleet. name: of control's present life; name_in_fleet: of the life that added it."""
+    """A replica of the fleet. name: of control's present life; name_in_fleet: of the life that added it.
+
+    pace: as it was measured first; later lives of control may have met it busy.
+    """
 
     name: str
     name_in_fleet: str
     added: ReplicaAdded
+    pace: ReplicaPace | None = None
     is_condemned: bool = False
 
     def is_where(self, added: ReplicaAdded) -> bool:
@@ -131,8 +135,7 @@ class ControlledFleet:
             case ReplicaAdded():
                 self._add(report)
             case ReplicaAnswered():
-                name = self._known(report.address.name).name_in_fleet
-                self._fleet.answered(msgspec.structs.replace(report.address, name=name))
+                self._answered(report.address)
             case ReplicaDoubted():
                 self._fleet.doubted(report.pool, self._known(report.name).name_in_fleet)
             case ReplicaDrained():
@@ -151,6 +154,11 @@ class ControlledFleet:
         if added.name not in self._replicas:
             self._replicas[added.name] = _Kept(added.name, added.name, added)
             self._fleet.add(added.name, added.pool, added.concurrency)
+
+    def _answered(self, address: ReplicaAddress) -> None:
+        kept = self._known(address.name)
+        kept.pace = kept.pace or address.pace
+        self._fleet.answered(msgspec.structs.replace(address, name=kept.name_in_fleet, pace=kept.pace))
 
     def _known(self, name: str) -> _Kept:
         kept = self._replicas.get(name)

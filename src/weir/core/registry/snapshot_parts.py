@@ -5,8 +5,8 @@ the price schedule too, and gets `WholePart` from control; a gateway's part has 
 so the same change read twice is told once. Parts of one change arrive in order, and nothing is in force before the last one.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -152,22 +152,32 @@ class SnapshotAssembly:
 
     def __init__(self) -> None:
         self.current = Snapshot()
-        self._tables: dict[str, dict[Any, Any]] | None = None
+        self._base: Snapshot | None = None
+        self._changed: dict[str, dict[Any, Any]] = {}
 
     def take(self, part: SnapshotPart) -> Snapshot | None:
-        """The snapshot that the part completes, or None. A change that starts from nothing replaces everything."""
-        kinds = _tables_of(type(part))
-        if self._tables is None:
-            base = Snapshot() if part.base == 0 else self.current
-            assert part.base in (0, base.version)
-            self._tables = {name: dict(getattr(base, name)) for name in kinds}
-        tables = self._tables
-        for name, table in kinds.items():
-            tables[name].update(map(table.item_of, getattr(part, name)))
-            for key in getattr(part, f"gone_{name}"):
-                tables[name].pop(key, None)
+        """The snapshot that the part completes, or None. A change that starts from nothing replaces everything.
+
+        Tables in which nothing changes are shared with the one before.
+        """
+        if self._base is None:
+            self._base = Snapshot() if part.base == 0 else self.current
+            assert part.base in (0, self._base.version)
+        for name, table in _tables_of(type(part)).items():
+            rows, gone = getattr(part, name), getattr(part, f"gone_{name}")
+            if rows or gone:
+                self._change(self._base, name, map(table.item_of, rows), gone)
         if not part.is_last:
             return None
-        self._tables = None
-        self.current = Snapshot(version=part.version, workload_classes=part.workload_classes, **tables)
+        changed: dict[str, Any] = self._changed
+        self.current = replace(self._base, version=part.version, workload_classes=part.workload_classes, **changed)
+        self._base, self._changed = None, {}
         return self.current
+
+    def _change(self, base: Snapshot, name: str, items: Iterable[tuple[Any, Any]], gone: Iterable[Any]) -> None:
+        content = self._changed.get(name)
+        if content is None:
+            content = self._changed[name] = getattr(base, name).copy()  # a proxy's own: no key is hashed again
+        content.update(items)
+        for key in gone:
+            content.pop(key, None)
