@@ -1,8 +1,11 @@
 """The link between control and a coordinator: everything is replayed whole, nothing by halves, and one control is the one."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from tests.contract.admin_stand import StandingCell
@@ -17,17 +20,30 @@ from tests.contract.control_stand import (
     held_channels,
     snapshot_of,
 )
-from tests.contract.link_stand import TERMS, at, until
+from tests.contract.link_stand import BOUND_S, TERMS, at, until
 
 from weir import errors
 from weir.app.cell_over_link import LinkedCell, answer_of
 from weir.core.registry.model import Pool
 from weir.core.registry.snapshot import Snapshot
+from weir.core.registry.snapshot_parts import WholePart
 from weir.core.routing.replica import ReplicaState
 from weir.link import control_desk
 from weir.link.channel import Channel
-from weir.link.control_messages import AskBehind, AskOpenHolds, Question, Replayed, SnapshotRenewed
-from weir.link.frames import Hello, Kind, Role, encode, frame
+from weir.link.control_messages import (
+    AnswerPart,
+    AskBehind,
+    AskOpenHolds,
+    ControlWelcome,
+    Counted,
+    Failed,
+    PoolKept,
+    Question,
+    Replayed,
+    ReplicaDoubted,
+    SnapshotRenewed,
+)
+from weir.link.frames import Frame, Hello, Kind, Refused, Role, encode, frame
 
 READY, DRAINING = ReplicaState.READY, ReplicaState.DRAINING
 SILENCE_MS = 3 * TERMS.heartbeat_ms + 1
@@ -299,6 +315,27 @@ async def test_a_cell_that_has_its_own_control_takes_no_other(stand: ControlStan
     assert isinstance(fault, errors.LinkFault) and "its own process" in fault.detail and coordinator.host.sessions == {}
 
 
+async def test_a_welcome_that_comes_too_late_is_none(stand: ControlStand) -> None:
+    """Control that gave an address up takes no session on it."""
+    control = stand.control(stand.links.path())
+    with pytest.raises(errors.LinkFault):
+        control.end.on_frame(Channel(control.end), Frame(Kind.WELCOME, 1, 0, 0, WELCOME))
+    assert not control.end.is_linked
+
+
+async def test_a_drained_replica_is_idle_once_the_coordinator_says_so(stand: ControlStand) -> None:
+    """What a replica was given in the moment in which control drains it keeps it from being stopped."""
+    desk, control = await stand.linked()
+    serve_one(control)
+    await until(lambda: desk.states == {"pool-life-1": READY}, "it is ready")
+    desk.host.counts = {"pool": 1}
+    control.fleet.drain("pool", "pool-life-1")
+    assert control.fleet.running_in("pool") == 1
+    await until(lambda: desk.states == {"pool-life-1": DRAINING}, "it is drained")
+    desk.host.counts = {}
+    await until(lambda: control.fleet.running_in("pool") == 0, "nothing runs there")
+
+
 async def test_control_waits_for_a_coordinator(stand: ControlStand) -> None:
     """Without a coordinator control asks again and again, answers that there is none, and believes no engine to be idle."""
     path = stand.links.path()
@@ -315,39 +352,114 @@ async def test_control_waits_for_a_coordinator(stand: ControlStand) -> None:
     await until(lambda: control.fleet.running_in("pool") == 3, "it is counted")
 
 
+PART = WholePart(0, 1, is_last=True)
+ELSEWHERE = ReplicaDoubted("pool", "never named")
+
+
 @pytest.mark.parametrize(
-    "body", [b"\xc1", encode([Replayed()]), encode([SnapshotRenewed(1, 1), Replayed()])], ids=["garbage", "bare", "none"]
+    ("epoch", "body"),
+    [
+        (1, b"\xc1"),
+        (1, encode([Replayed()])),
+        (1, encode([PART, Replayed(), Replayed()])),
+        (1, encode([PART, Replayed(), ELSEWHERE])),
+        (2, encode([PART, Replayed()])),
+    ],
+    ids=["garbage", "no snapshot", "twice", "unknown replica", "another epoch"],
 )
-async def test_what_no_control_sends_ends_the_link(stand: ControlStand, body: bytes) -> None:
-    """A coordinator is not moved by what cannot be read, and by a replay without a snapshot."""
+async def test_what_no_control_sends_ends_the_link(stand: ControlStand, epoch: int, body: bytes) -> None:
+    """A coordinator is not harmed by what cannot be read or is out of turn: the link ends, and the next control is taken."""
     desk = await stand.desk()
-    reader, writer = await asyncio.open_unix_connection(str(desk.coordinator.path))
-    try:
-        writer.write(frame(Kind.HELLO, encode(Hello("life", "", role=Role.CONTROL))))
-        await reader.readexactly(1)
-        writer.write(frame(Kind.BATCH, body, epoch=1, number=1))
-        await reader.read()
-    except ConnectionResetError:
-        pass
-    finally:
-        writer.close()
-    assert desk.version == 0 and desk.states == {}
+    async with greeted(desk, "strange") as (reader, writer):
+        writer.write(frame(Kind.BATCH, body, epoch=epoch, number=1))
+        await until_closed(reader)
+    control = stand.control(desk.coordinator.path)
+    await control.start()
+    await until(lambda: control.end.is_linked, "another one is taken")
 
 
-async def test_a_frame_of_another_epoch_ends_the_link(stand: ControlStand) -> None:
-    """Control that means another coordinator is not heard."""
+async def test_nothing_behind_a_replay_that_is_refused_counts(stand: ControlStand) -> None:
+    """What a control sends after what it is dismissed for is not heard, in the same frame or later."""
+    desk, control = await stand.linked()
+    await control.stop()
+    desk.host.busy.add("pool")
+    refused: list[Any] = [PART, PoolKept(Pool("pool", "other", 1, 1)), Replayed(), SnapshotRenewed(1, 60_000)]
+    async with greeted(desk, "strange") as (reader, writer):
+        writer.write(frame(Kind.BATCH, encode(refused), epoch=1, number=1))
+        writer.write(frame(Kind.BATCH, encode([SnapshotRenewed(1, 60_000)]), epoch=1, number=2))
+        await until_closed(reader)
+    assert desk.host.renewed == [] and len(desk.host.published) == 1
+
+
+async def test_the_same_life_may_have_two_links_for_a_moment(stand: ControlStand) -> None:
+    """A control that greets again before its former link is seen to be over is taken on the new one."""
     desk = await stand.desk()
+    async with greeted(desk, "life") as (former, _), greeted(desk, "life") as (_, writer):
+        await until_closed(former)
+        writer.write(frame(Kind.BATCH, encode([PART, Replayed()]), epoch=1, number=1))
+        await until(lambda: desk.version == 1, "its replay is in force")
+
+
+@asynccontextmanager
+async def greeted(desk: StandingDesk, life: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A link on which a control of this name was welcomed; the test plays control."""
     reader, writer = await asyncio.open_unix_connection(str(desk.coordinator.path))
     try:
-        writer.write(frame(Kind.HELLO, encode(Hello("life", "", role=Role.CONTROL))))
+        writer.write(frame(Kind.HELLO, encode(Hello(life, "", role=Role.CONTROL))))
         await reader.readexactly(1)
-        writer.write(frame(Kind.BATCH, encode([Replayed()]), epoch=2, number=1))
-        await reader.read()
-    except ConnectionResetError:
-        pass
+        yield reader, writer
     finally:
+        writer.transport.abort()
+
+
+async def until_closed(reader: asyncio.StreamReader) -> None:
+    """Read what comes until the other side ends the link."""
+    async with asyncio.timeout(BOUND_S):
+        with contextlib.suppress(ConnectionResetError):
+            await reader.read()
+
+
+WELCOME = encode(ControlWelcome(1, TERMS.heartbeat_ms))
+UNASKED = encode([AnswerPart(5, b"", is_last=True), Failed(6, "unknown", "")])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        frame(Kind.BATCH, epoch=9),
+        frame(Kind.WELCOME, b"\xc1", epoch=9),
+        frame(Kind.WELCOME, WELCOME, epoch=8),
+        frame(Kind.REFUSED, encode(Refused("Not now.", is_final=False)), epoch=9),
+        frame(Kind.WELCOME, WELCOME, epoch=9) + frame(Kind.BATCH, encode([Counted({})]), epoch=8, number=1),
+        frame(Kind.WELCOME, WELCOME, epoch=9) + frame(Kind.WELCOME, WELCOME, epoch=9),
+        frame(Kind.WELCOME, WELCOME, epoch=9) + frame(Kind.BATCH, b"\xc1", epoch=9, number=1),
+        frame(Kind.WELCOME, WELCOME, epoch=9) + frame(Kind.REFUSED, encode(Refused("Later.", is_final=False)), epoch=9),
+        frame(Kind.WELCOME, WELCOME, epoch=9) + frame(Kind.BATCH, UNASKED, epoch=9, number=1),
+    ],
+    ids=["nothing", "no welcome", "unreadable", "older", "not now", "other epoch", "twice", "garbage", "later", "unasked"],
+)
+async def test_a_strange_coordinator_is_left_for_another(stand: ControlStand, answer: bytes) -> None:
+    """Whatever answers at one address, control goes on to the next, which gets everything."""
+    desk, path, opened = await stand.desk(9), stand.links.path(), list[int]()
+
+    def strange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        opened.append(1)
+        writer.write(answer)
         writer.close()
-    assert desk.version == 0
+
+    server = await asyncio.start_unix_server(strange, str(path))
+    try:
+        control = stand.control(desk.coordinator.path, path)
+        await control.start()
+        await until(lambda: control.end.is_linked, "the first one has it")
+        await desk.stop()
+        await until(lambda: len(opened) >= 2, "the strange one is asked")
+        again = await stand.desk(9, path=desk.coordinator.path)
+        await until(lambda: again.version == 1 and control.end.is_linked, "the next one has it")
+        assert control.running is not None and not control.running.done()
+    finally:
+        server.close()
 
 
 # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -463,8 +575,12 @@ async def test_what_administrators_ask_is_the_same_over_the_link(stand: ControlS
 
 
 async def test_snapshots_of_control_are_whole(stand: ControlStand) -> None:
-    """Limits that are removed are removed at the coordinator too, and a snapshot that is the same changes nothing."""
+    """A snapshot of many parts is in force with its last one; limits that are removed are removed at the coordinator too."""
     desk, control = await stand.linked()
+    many = snapshot_of(1, *(f"t{number}" for number in range(3_000)))
+    await control.end.publish(many)
+    await until(lambda: desk.host.published[-1] == many, "it is in force")
+    assert len(desk.host.published) == 2
     await control.end.publish(Snapshot(2, {}))
     await until(lambda: desk.version == 2, "it is in force")
     assert desk.host.published[-1] == Snapshot(2) and desk.host.published[-1].limits == {}

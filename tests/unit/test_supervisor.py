@@ -204,3 +204,39 @@ async def test_a_pool_that_is_not_kept_is_nothing_to_a_supervisor() -> None:
     supervisor.demand("other")
     assert supervisor.fault_of("other") is None
     await engine.aclose()
+
+
+class LateFleet(Fleet):
+    """A fleet that learns of a request only as its replica is drained. asked: how often since, of which twice it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(SystemClock())
+        self.asked: int | None = None
+
+    def drain(self, pool: str, name: str) -> None:
+        super().drain(pool, name)
+        self.asked = 0
+
+    def running_in(self, pool: str) -> int:
+        if self.asked is None:
+            return 0
+        self.asked += 1
+        return int(self.asked <= 2)
+
+
+async def test_what_an_idle_replica_was_given_in_the_last_moment_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Protects the request that a coordinator placed as control drained: the process is stopped once nothing runs there."""
+    monkeypatch.setattr("weir.control.supervisor._IDLE_CHECK_S", 0.01)
+    fleet, engine, stopped_after = LateFleet(), SimulatedEngine(), asyncio.Queue[int | None]()
+    launches = Launches(lambda: stopped_after.put_nowait(fleet.asked))
+    supervisor = Supervisor(fleet, launches, lambda kind: engine, EngineConfig(), SystemClock())
+    supervisor.add_pool(POOL, REVISION)
+    supervisor.demand("p")
+    running = asyncio.get_running_loop().create_task(supervisor.run())
+    try:
+        async with asyncio.timeout(30):
+            assert await stopped_after.get() == 3
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await engine.aclose()

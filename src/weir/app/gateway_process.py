@@ -8,14 +8,13 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
-import structlog
 
 from weir import errors
 from weir.api.tenant_app import TenantApp
 from weir.app.engine_clients import EngineClients
+from weir.app.process_parts import Watchdog
 from weir.app.runtime import settle_garbage_collector, unless_stopped
 from weir.app.servers import (
     MetricsServer,
@@ -33,8 +32,6 @@ from weir.gateway.pipeline import Gateway
 from weir.gateway.planning import Planner
 from weir.link.gateway_end import Connect, GatewayEnd
 from weir.telemetry import GaugeReading, Telemetry, snapshot_gauges
-
-_log = structlog.get_logger("weir.gateway")
 
 _LINK_ENDS_S = 0.1
 """The end of a cell shows on its gateways' inputs a moment before it shows on their links."""
@@ -77,11 +74,10 @@ class GatewayProcess:
         self._link.on_lost, self._link.on_renewed = self._inbox.lose, self._inbox.renew
         self._draining = False
         self._refused: errors.LinkFault | None = None
-        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watchdog = Watchdog()
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[GatewayReady], None]) -> None:
         """Serve until `stop`, then drain. Raises what broke the gateway, and LinkFault where no coordinator takes it."""
-        asyncio.get_running_loop().set_exception_handler(self._loop_fault)
         metrics = MetricsServer(*self._options.metrics, self._telemetry)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -110,9 +106,9 @@ class GatewayProcess:
     async def _serve(self, tasks: asyncio.TaskGroup, stop: asyncio.Event, tell_ready: Callable[[], None]) -> None:
         gateway = self._compose()
         running = tasks.create_task(gateway.run())
-        watchdog = tasks.create_task(self._fail_when_broken())
+        watchdog = tasks.create_task(self._watchdog.run())
         config = within_open_files(self._options.config.gateway, raise_open_files())
-        app = TenantApp(gateway, self._clock, self._entropy, config, self._is_ready, self._fail)
+        app = TenantApp(gateway, self._clock, self._entropy, config, self._is_ready, self._watchdog.fail)
         server = tenant_server(app, config)
         for listener in self._options.listeners:
             begin_listening(listener, config)
@@ -162,18 +158,3 @@ class GatewayProcess:
     def _is_ready(self) -> bool:
         inbox = self._inbox
         return not (self._draining or inbox.is_draining or inbox.is_lost) and inbox.has_replicas
-
-    def _fail(self, fault: BaseException) -> None:
-        """A broken invariant ends the gateway."""
-        if not self._broken.done():
-            self._broken.set_exception(fault)
-
-    async def _fail_when_broken(self) -> None:
-        await self._broken
-
-    def _loop_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A callback of the loop failed; a broken invariant in it ends the gateway."""
-        fault = context.get("exception")
-        _log.error("loop_fault", message=context.get("message"), fault=type(fault).__name__, exc_info=fault)
-        if isinstance(fault, AssertionError):
-            self._fail(fault)

@@ -228,9 +228,16 @@ class Supervisor:
             if not keeping.pool.on_demand or self._fleet.running_in(keeping.pool.name):
                 idle_since_ns = now_ns
             elif now_ns - idle_since_ns > ns_from_ms(keeping.pool.idle_stop_ms):
-                keeping.wanted.clear()
-                self._fleet.drain(keeping.pool.name, name)
+                break
+        keeping.wanted.clear()
+        self._fleet.drain(keeping.pool.name, name)
+        await self._until_unused(keeping.pool.name)  # it may have been given something in the same moment
+
+    async def _until_unused(self, pool: str) -> None:
+        while True:
+            if not self._fleet.running_in(pool):
                 return
+            await asyncio.sleep(_IDLE_CHECK_S)
 
     async def _watch(self, keeping: _PoolKeeping, address: ReplicaAddress, *, cold: bool = False) -> None:
         """Probe until the replica is condemned; the fleet hears of each answer and each fault, and knows what it is worth.

@@ -28,6 +28,7 @@ from weir.link.control_messages import (
     FleetReport,
     Question,
     Replayed,
+    ReplicaDrained,
     SnapshotRenewed,
     decode_control_up,
 )
@@ -166,11 +167,10 @@ class ControlDesk:
     def on_frame(self, channel: Channel, found: Frame) -> None:
         """One frame. Raises LinkFault."""
         session: _Session = channel.session
-        if session is not self._session:
-            return
         if found.epoch != self._epoch or found.kind is not Kind.BATCH:
             raise errors.LinkFault("Control speaks to another coordinator.")
-        session.endpoint.receive(found)
+        if session is self._session:  # else it was dismissed
+            session.endpoint.receive(found)
 
     def _receive(self, session: _Session, messages: Sequence[ControlUp]) -> None:
         for message in messages:
@@ -189,6 +189,8 @@ class ControlDesk:
                     session.replay.append(message)
                 case _:
                     self._fleet.apply(message)
+                    if isinstance(message, ReplicaDrained):
+                        self._tell(Counted(dict(self._host.running())))  # control stops it once it knows that nothing runs
 
     def _take_part(self, session: _Session, part: WholePart) -> None:
         snapshot = session.assembly.take(part)

@@ -263,13 +263,11 @@ class ControlEnd:
         session: _Session | None = channel.session
         if session is None:
             self._on_welcome(channel, found)
-        elif session is not self._session:
-            return
         elif found.kind is Kind.REFUSED:
             self._on_dismissal(session, found)
         elif found.kind is not Kind.BATCH or found.epoch != session.endpoint.epoch:
             raise errors.LinkFault("Another coordinator speaks.")
-        else:
+        elif session is self._session:  # else it is over
             session.endpoint.receive(found)
 
     def _on_welcome(self, channel: Channel, found: Frame) -> None:

@@ -88,8 +88,9 @@ class ReportedFleet:
         self.tell(ReplicaDoubted(pool, name))
 
     def drain(self, pool: str, name: str) -> None:
-        """No new work for it."""
+        """No new work for it. What it was given in the same moment, the coordinator's next count shows."""
         self._replicas[name].is_drained = True
+        self._running = None
         self.tell(ReplicaDrained(pool, name))
 
     def gone(self, pool: str, name: str) -> None:
