@@ -141,6 +141,15 @@ class StandingControl:
         return await self.end.ask(AskOpenHolds("acme"), int)
 
 
+def serve_one(control: StandingControl, name: str = "pool-life-1", pool: Pool = POOL, url: str = "") -> None:
+    """Control reports a pool with a replica that is ready."""
+    control.fleet.add_pool(pool)
+    if url:
+        control.fleet.locate(name, url)
+    control.fleet.add(name, pool.name, pool.concurrency)
+    control.fleet.answered(address_of(name, pool.name, url or "http://launched"))
+
+
 class ControlStand:
     """Desks and controls of one test. links: the stand below."""
 

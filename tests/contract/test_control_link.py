@@ -1,49 +1,24 @@
 """The link between control and a coordinator: everything is replayed whole, nothing by halves, and one control is the one."""
 
 import asyncio
-import contextlib
-import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
-from tests.contract.admin_stand import StandingCell
 from tests.contract.control_stand import (
     BEHIND,
     POOL,
     ControlStand,
-    StandingControl,
-    StandingDesk,
     address_of,
     control_standing,
-    held_channels,
+    serve_one,
     snapshot_of,
 )
-from tests.contract.link_stand import BOUND_S, TERMS, at, until
+from tests.contract.link_stand import TERMS, until
 
 from weir import errors
-from weir.app.cell_over_link import LinkedCell, answer_of
 from weir.core.registry.model import Pool
 from weir.core.registry.snapshot import Snapshot
-from weir.core.registry.snapshot_parts import WholePart
 from weir.core.routing.replica import ReplicaState
-from weir.link import control_desk
-from weir.link.channel import Channel
-from weir.link.control_messages import (
-    AnswerPart,
-    AskBehind,
-    AskOpenHolds,
-    ControlWelcome,
-    Counted,
-    Failed,
-    PoolKept,
-    Question,
-    Replayed,
-    ReplicaDoubted,
-    SnapshotRenewed,
-)
-from weir.link.frames import Frame, Hello, Kind, Refused, Role, encode, frame
 
 READY, DRAINING = ReplicaState.READY, ReplicaState.DRAINING
 SILENCE_MS = 3 * TERMS.heartbeat_ms + 1
@@ -53,15 +28,6 @@ SILENCE_MS = 3 * TERMS.heartbeat_ms + 1
 async def stand() -> AsyncIterator[ControlStand]:
     async with control_standing() as standing:
         yield standing
-
-
-def serve_one(control: StandingControl, name: str = "pool-life-1", pool: Pool = POOL, url: str = "") -> None:
-    """Control reports a pool with a replica that is ready."""
-    control.fleet.add_pool(pool)
-    if url:
-        control.fleet.locate(name, url)
-    control.fleet.add(name, pool.name, pool.concurrency)
-    control.fleet.answered(address_of(name, pool.name, url or "http://launched"))
 
 
 # ── a replay ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -219,6 +185,18 @@ async def test_a_replay_that_contradicts_what_runs_is_refused_for_good(stand: Co
     assert desk.version == 1 and desk.fleet.pool("pool").revision == "rev"
 
 
+async def test_snapshots_of_control_are_whole(stand: ControlStand) -> None:
+    """A snapshot of many parts is in force with its last one; limits that are removed are removed at the coordinator too."""
+    desk, control = await stand.linked()
+    many = snapshot_of(1, *(f"t{number}" for number in range(3_000)))
+    await control.end.publish(many)
+    await until(lambda: desk.host.published[-1] == many, "it is in force")
+    assert len(desk.host.published) == 2
+    await control.end.publish(Snapshot(2, {}))
+    await until(lambda: desk.version == 2, "it is in force")
+    assert desk.host.published[-1] == Snapshot(2) and desk.host.published[-1].limits == {}
+
+
 # ── one control ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -277,310 +255,3 @@ async def test_a_silent_control_loses_its_session(stand: ControlStand) -> None:
     relay.hold_back(falling=False)
     desk.clock.advance(SILENCE_MS)
     await until(lambda: relay.opened == 2 and control.end.is_linked, "it is linked again")
-
-
-# ── who answers, and who is refused ──────────────────────────────────────────────────────────────────────────────────
-
-
-async def test_an_older_coordinator_is_no_coordinator(stand: ControlStand) -> None:
-    """Control that has seen a newer coordinator neither obeys an older one nor changes it."""
-    new, old = await stand.desk(5), await stand.desk(4)
-    addresses = [at(new.coordinator.path)]
-    control = stand.control(*addresses)
-    await control.start()
-    await until(lambda: control.end.is_linked, "the newer one has it")
-    control.end._addresses = [at(old.coordinator.path)]
-    await new.stop()
-    channels: list[Channel] = []
-    control.end._addresses = [held_channels(channels, old.coordinator.path)]
-    await until(lambda: len(channels) >= 2, "it asks again and again")
-    assert not control.end.is_linked and old.version == 0
-
-
-async def test_a_wrong_token_ends_control(stand: ControlStand) -> None:
-    """What will never be taken in says so, instead of asking for ever."""
-    desk = await stand.desk(token="t" * 32)
-    control = stand.control(desk.coordinator.path, token="wrong")
-    await control.start()
-    fault = await control.ended()
-    assert isinstance(fault, errors.LinkFault) and fault.is_final and desk.version == 0
-
-
-async def test_a_cell_that_has_its_own_control_takes_no_other(stand: ControlStand) -> None:
-    """The coordinator of `weir up` is not to be controlled from outside."""
-    coordinator = await stand.links.coordinator()
-    control = stand.control(coordinator.path)
-    await control.start()
-    fault = await control.ended()
-    assert isinstance(fault, errors.LinkFault) and "its own process" in fault.detail and coordinator.host.sessions == {}
-
-
-async def test_a_welcome_that_comes_too_late_is_none(stand: ControlStand) -> None:
-    """Control that gave an address up takes no session on it."""
-    control = stand.control(stand.links.path())
-    with pytest.raises(errors.LinkFault):
-        control.end.on_frame(Channel(control.end), Frame(Kind.WELCOME, 1, 0, 0, WELCOME))
-    assert not control.end.is_linked
-
-
-async def test_a_drained_replica_is_idle_once_the_coordinator_says_so(stand: ControlStand) -> None:
-    """What a replica was given in the moment in which control drains it keeps it from being stopped."""
-    desk, control = await stand.linked()
-    serve_one(control)
-    await until(lambda: desk.states == {"pool-life-1": READY}, "it is ready")
-    desk.host.counts = {"pool": 1}
-    control.fleet.drain("pool", "pool-life-1")
-    assert control.fleet.running_in("pool") == 1
-    await until(lambda: desk.states == {"pool-life-1": DRAINING}, "it is drained")
-    desk.host.counts = {}
-    await until(lambda: control.fleet.running_in("pool") == 0, "nothing runs there")
-
-
-async def test_control_waits_for_a_coordinator(stand: ControlStand) -> None:
-    """Without a coordinator control asks again and again, answers that there is none, and believes no engine to be idle."""
-    path = stand.links.path()
-    control = stand.control(path)
-    control.fleet.add_pool(POOL)
-    await control.start()
-    with pytest.raises(errors.CoordinatorLost):
-        await control.ask()
-    assert control.fleet.running_in("pool") == 1
-    desk = await stand.desk(path=path)
-    await until(lambda: control.end.is_linked, "it is found")
-    assert control.fleet.running_in("pool") == 0
-    desk.host.counts = {"pool": 3}
-    await until(lambda: control.fleet.running_in("pool") == 3, "it is counted")
-
-
-PART = WholePart(0, 1, is_last=True)
-ELSEWHERE = ReplicaDoubted("pool", "never named")
-
-
-@pytest.mark.parametrize(
-    ("epoch", "body"),
-    [
-        (1, b"\xc1"),
-        (1, encode([Replayed()])),
-        (1, encode([PART, Replayed(), Replayed()])),
-        (1, encode([PART, Replayed(), ELSEWHERE])),
-        (2, encode([PART, Replayed()])),
-    ],
-    ids=["garbage", "no snapshot", "twice", "unknown replica", "another epoch"],
-)
-async def test_what_no_control_sends_ends_the_link(stand: ControlStand, epoch: int, body: bytes) -> None:
-    """A coordinator is not harmed by what cannot be read or is out of turn: the link ends, and the next control is taken."""
-    desk = await stand.desk()
-    async with greeted(desk, "strange") as (reader, writer):
-        writer.write(frame(Kind.BATCH, body, epoch=epoch, number=1))
-        await until_closed(reader)
-    control = stand.control(desk.coordinator.path)
-    await control.start()
-    await until(lambda: control.end.is_linked, "another one is taken")
-
-
-async def test_nothing_behind_a_replay_that_is_refused_counts(stand: ControlStand) -> None:
-    """What a control sends after what it is dismissed for is not heard, in the same frame or later."""
-    desk, control = await stand.linked()
-    await control.stop()
-    desk.host.busy.add("pool")
-    refused: list[Any] = [PART, PoolKept(Pool("pool", "other", 1, 1)), Replayed(), SnapshotRenewed(1, 60_000)]
-    async with greeted(desk, "strange") as (reader, writer):
-        writer.write(frame(Kind.BATCH, encode(refused), epoch=1, number=1))
-        writer.write(frame(Kind.BATCH, encode([SnapshotRenewed(1, 60_000)]), epoch=1, number=2))
-        await until_closed(reader)
-    assert desk.host.renewed == [] and len(desk.host.published) == 1
-
-
-async def test_the_same_life_may_have_two_links_for_a_moment(stand: ControlStand) -> None:
-    """A control that greets again before its former link is seen to be over is taken on the new one."""
-    desk = await stand.desk()
-    async with greeted(desk, "life") as (former, _), greeted(desk, "life") as (_, writer):
-        await until_closed(former)
-        writer.write(frame(Kind.BATCH, encode([PART, Replayed()]), epoch=1, number=1))
-        await until(lambda: desk.version == 1, "its replay is in force")
-
-
-@asynccontextmanager
-async def greeted(desk: StandingDesk, life: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A link on which a control of this name was welcomed; the test plays control."""
-    reader, writer = await asyncio.open_unix_connection(str(desk.coordinator.path))
-    try:
-        writer.write(frame(Kind.HELLO, encode(Hello(life, "", role=Role.CONTROL))))
-        await reader.readexactly(1)
-        yield reader, writer
-    finally:
-        writer.transport.abort()
-
-
-async def until_closed(reader: asyncio.StreamReader) -> None:
-    """Read what comes until the other side ends the link."""
-    async with asyncio.timeout(BOUND_S):
-        with contextlib.suppress(ConnectionResetError):
-            await reader.read()
-
-
-WELCOME = encode(ControlWelcome(1, TERMS.heartbeat_ms))
-UNASKED = encode([AnswerPart(5, b"", is_last=True), Failed(6, "unknown", "")])
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"",
-        frame(Kind.BATCH, epoch=9),
-        frame(Kind.WELCOME, b"\xc1", epoch=9),
-        frame(Kind.WELCOME, WELCOME, epoch=8),
-        frame(Kind.REFUSED, encode(Refused("Not now.", is_final=False)), epoch=9),
-        frame(Kind.WELCOME, WELCOME, epoch=9) + frame(Kind.BATCH, encode([Counted({})]), epoch=8, number=1),
-        frame(Kind.WELCOME, WELCOME, epoch=9) + frame(Kind.WELCOME, WELCOME, epoch=9),
-        frame(Kind.WELCOME, WELCOME, epoch=9) + frame(Kind.BATCH, b"\xc1", epoch=9, number=1),
-        frame(Kind.WELCOME, WELCOME, epoch=9) + frame(Kind.REFUSED, encode(Refused("Later.", is_final=False)), epoch=9),
-        frame(Kind.WELCOME, WELCOME, epoch=9) + frame(Kind.BATCH, UNASKED, epoch=9, number=1),
-    ],
-    ids=["nothing", "no welcome", "unreadable", "older", "not now", "other epoch", "twice", "garbage", "later", "unasked"],
-)
-async def test_a_strange_coordinator_is_left_for_another(stand: ControlStand, answer: bytes) -> None:
-    """Whatever answers at one address, control goes on to the next, which gets everything."""
-    desk, path, opened = await stand.desk(9), stand.links.path(), list[int]()
-
-    def strange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        opened.append(1)
-        writer.write(answer)
-        writer.close()
-
-    server = await asyncio.start_unix_server(strange, str(path))
-    try:
-        control = stand.control(desk.coordinator.path, path)
-        await control.start()
-        await until(lambda: control.end.is_linked, "the first one has it")
-        await desk.stop()
-        await until(lambda: len(opened) >= 2, "the strange one is asked")
-        again = await stand.desk(9, path=desk.coordinator.path)
-        await until(lambda: again.version == 1 and control.end.is_linked, "the next one has it")
-        assert control.running is not None and not control.running.done()
-    finally:
-        server.close()
-
-
-# ── questions ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-async def test_questions_are_answered_beside_one_another(stand: ControlStand) -> None:
-    """Each answer finds its question, also a failed one, with the error that the coordinator had."""
-    desk, control = await stand.linked()
-    desk.host.answers = 42
-    assert await asyncio.gather(*(control.ask() for _ in range(10))) == [42] * 10
-    desk.host.answers = errors.LedgerUnavailable("The ledger cannot be read now.", retry_after_ms=5)
-    with pytest.raises(errors.LedgerUnavailable) as refused:
-        await control.ask()
-    assert (refused.value.detail, refused.value.retry_after_ms) == ("The ledger cannot be read now.", 5)
-
-
-async def test_a_question_without_an_answer_is_bounded(stand: ControlStand) -> None:
-    """An administrator does not wait for ever; what comes too late is dropped."""
-    desk, control = await stand.linked()
-    desk.host.answers = late = asyncio.Event()
-    with pytest.raises(errors.CoordinatorLost):
-        await control.end.ask(AskBehind(1, 10), int, bound_ms=20)
-    late.set()
-    desk.host.answers = 1
-    assert await control.ask() == 1
-
-
-async def test_questions_of_a_lost_session_fail_at_once(stand: ControlStand) -> None:
-    """A coordinator that dies answers nothing: who asked hears it without waiting for the bound."""
-    desk, control = await stand.linked()
-    desk.host.answers = asyncio.Event()
-    asking = asyncio.get_running_loop().create_task(control.ask())
-    await until(lambda: desk.host.asked, "it is asked")
-    began = time.monotonic()
-    await desk.stop()
-    with pytest.raises(errors.CoordinatorLost):
-        await asking
-    assert time.monotonic() - began < 1
-
-
-async def test_too_many_questions_are_refused(stand: ControlStand) -> None:
-    """A coordinator answers a bounded number at once, and the others hear so."""
-    desk, control = await stand.linked()
-    desk.host.answers = held = asyncio.Event()
-    most = control_desk.ANSWERS_MAX
-    asking = [asyncio.get_running_loop().create_task(control.ask()) for _ in range(most)]
-    await until(lambda: len(desk.host.asked) == most, "all are asked")
-    with pytest.raises(errors.CoordinatorLost):
-        await control.ask()
-    held.set()
-    assert await asyncio.gather(*asking) == [0] * most
-
-
-async def test_a_long_answer_arrives_whole_and_one_too_long_is_refused(
-    stand: ControlStand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Answers longer than a frame come in pieces; one beyond the bound is refused instead of ending the coordinator."""
-    desk, control = await stand.linked()
-    desk.host.answers = long = "word " * 1_500_000
-    assert await control.end.ask(AskOpenHolds("acme"), str) == long
-    monkeypatch.setattr(control_desk, "ANSWER_BYTES_MAX", 1_000_000)
-    with pytest.raises(errors.CoordinatorLost):
-        await control.end.ask(AskOpenHolds("acme"), str)
-    desk.host.answers = 3
-    assert await control.ask() == 3
-
-
-async def test_a_slow_answer_is_given_up_by_the_coordinator(stand: ControlStand, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A question cannot occupy the coordinator for ever."""
-    monkeypatch.setattr(control_desk, "_ANSWER_S", 0.02)
-    desk, control = await stand.linked()
-    desk.host.answers = asyncio.Event()
-    with pytest.raises(errors.CoordinatorLost, match="in time"):
-        await control.ask()
-
-
-async def test_demand_is_heard(stand: ControlStand) -> None:
-    """A request for a pool on demand reaches control."""
-    desk, control = await stand.linked()
-    control.fleet.add_pool(Pool("asked", "rev", 1, 1, on_demand=True))
-    await until(lambda: len(list(desk.fleet.pools)) == 2, "the pool is there")
-    desk.fleet.demand(desk.fleet.pool("asked"))
-    await until(lambda: control.demanded == ["asked"], "it is heard")
-
-
-class ViewedHost:
-    """Answers from a cell that stands still, as the coordinator's process does."""
-
-    def __init__(self, desk: StandingDesk, cell: StandingCell) -> None:
-        self._cell = cell
-        desk.host.answer = self.answer  # type: ignore[method-assign]
-
-    async def answer(self, question: Question) -> object:
-        assert not isinstance(question, AskBehind)
-        return await answer_of(self._cell, question)
-
-
-async def test_what_administrators_ask_is_the_same_over_the_link(stand: ControlStand) -> None:
-    """Every question of the management API has the same answer as in one process; why nothing is ready is control's word."""
-    desk, control = await stand.linked()
-    here, there = StandingCell(), LinkedCell(control.end, lambda pool: f"{pool} does not start")
-    ViewedHost(desk, here)
-    assert await there.accounts("acme") == await here.accounts("acme")
-    assert await there.open_holds("acme") == await here.open_holds("acme")
-    assert await there.generation("acme", "r:1") == await here.generation("acme", "r:1")
-    assert await there.generation("acme", "unknown") == await here.generation("acme", "unknown")
-    mine, theirs = await here.explanations("r:1"), await there.explanations("r:1")
-    assert [*map(dict, theirs.timelines)] == [*map(dict, mine.timelines)] and theirs.kept == mine.kept
-    assert [pool.name for pool in await there.pools()] == [pool.name for pool in await here.pools()]
-    for shown, known in zip(await there.replicas(), await here.replicas(), strict=True):
-        assert shown.name == known.name and shown.capabilities == known.capabilities
-        assert shown.detail == (known.detail if known.state == READY else f"{shown.pool} does not start")
-
-
-async def test_snapshots_of_control_are_whole(stand: ControlStand) -> None:
-    """A snapshot of many parts is in force with its last one; limits that are removed are removed at the coordinator too."""
-    desk, control = await stand.linked()
-    many = snapshot_of(1, *(f"t{number}" for number in range(3_000)))
-    await control.end.publish(many)
-    await until(lambda: desk.host.published[-1] == many, "it is in force")
-    assert len(desk.host.published) == 2
-    await control.end.publish(Snapshot(2, {}))
-    await until(lambda: desk.version == 2, "it is in force")
-    assert desk.host.published[-1] == Snapshot(2) and desk.host.published[-1].limits == {}

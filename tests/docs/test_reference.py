@@ -32,7 +32,15 @@ INTERNAL = {error.code for error in (errors.LinkFault, errors.StaleEpoch, errors
 """Errors that never leave the process."""
 
 ADMIN_OPTIONS = {"--state", "--admin", "--admin-key"}
-NO_CLIENTS = ("weir up", "weir gateway", "weir generate", "weir ledger verify", "weir sim run")
+NO_CLIENTS = (
+    "weir up",
+    "weir gateway",
+    "weir coordinator",
+    "weir control",
+    "weir generate",
+    "weir ledger verify",
+    "weir sim run",
+)
 """Commands that do not ask the management API."""
 
 

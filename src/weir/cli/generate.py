@@ -56,8 +56,10 @@ def api_connection(
         for entry in owner.get("applications", [])
         if tenant in (None, owner.get("name")) and application in (None, entry.get("name"))
     )
+    if not ready.get("api"):
+        raise CommandFailed("The ready file names no address of the tenant API; give one with --api, and --api-key.")
     url, key = ready.get("api"), api_key or next((key for key in keys if key), None)
-    if not url or not key:
+    if not key:
         raise CommandFailed("The ready file names no such API key that is valid; give one with --api-key.")
     return Connection(str(url), str(key))
 
