@@ -47,6 +47,7 @@ _TEXTS = {
     "private_key_file": "a path",
     "authority_file": "a path",
     "token_file": "a path",
+    "control_token_file": "a path",
     "listen": "HOST:PORT",
     "url": "a PostgreSQL URL",
     "tenant": "a tenant's name",
@@ -167,6 +168,7 @@ class LinkConfig:
     private_key_file: str | None = None
     authority_file: str | None = None  # whose certificates a gateway or control trusts
     token_file: str | None = None  # both sides: at least 32 characters
+    control_token_file: str | None = None  # of control and coordinators: another one, which gateways must not know
     heartbeat_ms: Millis = 1_000  # each side says something as often; three without anything break the link
     silence_ms: Millis = 10_000  # without a coordinator after which a gateway ends its requests; below the lease
     lease_ms: Millis = 15_000  # without a gateway after which the coordinator does

@@ -76,7 +76,7 @@ class RecordingControlled:
 class StandingDesk:
     """A coordinator that takes control in. clock: its own."""
 
-    def __init__(self, coordinator: StandingCoordinator, epoch: int) -> None:
+    def __init__(self, coordinator: StandingCoordinator, epoch: int, token: str) -> None:
         self.coordinator = coordinator
         self.clock = coordinator.clock
         self.host = RecordingControlled()
@@ -84,7 +84,7 @@ class StandingDesk:
         self.controlled = ControlledFleet(self.fleet, lambda pool: pool in self.host.busy)
         self.fleet.on_condemned, self.fleet.on_demand = self.controlled.condemned, self.controlled.demanded
         self.desk = ControlDesk(self.clock, self.host, self.controlled, epoch, TERMS.heartbeat_ms)
-        coordinator.end.on_control = self.desk.greet
+        coordinator.end.take_control(self.desk.greet, token)
         self._running: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(self.desk.run())
 
     @property
@@ -160,7 +160,8 @@ class ControlStand:
 
     async def desk(self, epoch: int = 1, *, path: Path | None = None, token: str = "") -> StandingDesk:
         """A coordinator that runs, at this path or at a new one."""
-        made = StandingDesk(await self.links.coordinator(epoch, path=path, token=token), epoch)
+        gateways_token = token and token[::-1]
+        made = StandingDesk(await self.links.coordinator(epoch, path=path, token=gateways_token), epoch, token)
         self._desks.append(made)
         return made
 

@@ -412,11 +412,17 @@ async def link_standing() -> AsyncIterator[LinkStand]:
             yield stand
         finally:
             await stand.aclose()
-    await until(lambda: asyncio.all_tasks() == {asyncio.current_task()}, "every task ends")
-    await until(lambda: not _connections(loop), "every connection ends")
+    await until_nothing_is_left()
     gc.collect()  # a failure that nobody asked for is told when its future goes
     loop.set_exception_handler(None)
     assert stand.failures == []
+
+
+async def until_nothing_is_left() -> None:
+    """Wait until this test's task is the only one, and no connection is open."""
+    loop = asyncio.get_running_loop()
+    await until(lambda: asyncio.all_tasks() == {asyncio.current_task()}, "every task ends")
+    await until(lambda: not _connections(loop), "every connection ends")
 
 
 def _connections(loop: asyncio.AbstractEventLoop) -> list[Any]:

@@ -58,13 +58,25 @@ async def test_an_older_coordinator_is_no_coordinator(stand: ControlStand) -> No
     assert not control.end.is_linked and old.version == 0
 
 
-async def test_a_wrong_token_ends_control(stand: ControlStand) -> None:
-    """What will never be taken in says so, instead of asking for ever."""
-    desk = await stand.desk(token="t" * 32)
-    control = stand.control(desk.coordinator.path, token="wrong")
+TOKEN = "of control, and of it alone: 32 ."
+
+
+@pytest.mark.parametrize("shown", ["", "wrong", TOKEN[::-1]], ids=["none", "wrong", "the gateways'"])
+async def test_a_wrong_token_ends_control(stand: ControlStand, shown: str) -> None:
+    """A gateway's token gives nobody control of the cell; what will never be taken in says so, instead of asking for ever."""
+    desk = await stand.desk(token=TOKEN)
+    control = stand.control(desk.coordinator.path, token=shown)
     await control.start()
     fault = await control.ended()
     assert isinstance(fault, errors.LinkFault) and fault.is_final and desk.version == 0
+
+
+async def test_control_shows_its_own_token(stand: ControlStand) -> None:
+    """With the token that only coordinators and control know, control is taken in."""
+    desk = await stand.desk(token=TOKEN)
+    control = stand.control(desk.coordinator.path, token=TOKEN)
+    await control.start()
+    await until(lambda: control.end.is_linked and desk.version == 1, "it is taken in")
 
 
 async def test_a_cell_that_has_its_own_control_takes_no_other(stand: ControlStand) -> None:
@@ -73,7 +85,7 @@ async def test_a_cell_that_has_its_own_control_takes_no_other(stand: ControlStan
     control = stand.control(coordinator.path)
     await control.start()
     fault = await control.ended()
-    assert isinstance(fault, errors.LinkFault) and "its own process" in fault.detail and coordinator.host.sessions == {}
+    assert isinstance(fault, errors.LinkFault) and "no control" in fault.detail and coordinator.host.sessions == {}
 
 
 async def test_a_welcome_that_comes_too_late_is_none(stand: ControlStand) -> None:

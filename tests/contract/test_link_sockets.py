@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.contract.link_stand import TERMS, StandingCoordinator
+from tests.contract.link_stand import TERMS, StandingCoordinator, until_nothing_is_left
 
 from weir import errors
 from weir.app.link_sockets import LinkListener, serving_unix
@@ -54,6 +54,7 @@ async def test_it_is_its_owners_replaces_one_that_was_left_and_goes(folder: Path
         for served in (named, own):
             assert served.stat().st_mode & 0o777 == 0o600 and can_connect(served)
     assert not named.exists() and not own.exists()
+    await until_nothing_is_left()
 
 
 async def test_a_folder_with_too_long_a_name_gets_a_socket_elsewhere(folder: Path, end: CoordinatorEnd) -> None:
@@ -61,6 +62,7 @@ async def test_a_folder_with_too_long_a_name_gets_a_socket_elsewhere(folder: Pat
     async with serving_unix(end, folder / ("x" * 100)) as path:
         assert path.parent.stat().st_mode & 0o777 == 0o700 and can_connect(path)
     assert not path.parent.exists()
+    await until_nothing_is_left()
 
 
 async def test_what_is_no_socket_stays(folder: Path, end: CoordinatorEnd) -> None:
@@ -80,3 +82,15 @@ async def test_another_cells_socket_in_its_place_stays(folder: Path, end: Coordi
         path.unlink()
         left_socket(path)
     assert path.is_socket()
+
+
+@pytest.mark.parametrize("refused", ["link.control_token_file", "link.certificate_file"])
+def test_control_has_a_token_that_gateways_do_not_know(folder: Path, refused: str) -> None:
+    """Protects the cell from a gateway that is taken over: over TCP the two tokens must differ, before anything is bound."""
+    gateways, controls = folder / "token", folder / "control-token"
+    gateways.write_text("g" * 32)
+    controls.write_text(("g" if refused == "link.control_token_file" else "c") * 32)
+    config = LinkConfig(listen="127.0.0.1:0", token_file=str(gateways), control_token_file=str(controls))
+    with pytest.raises(errors.InvalidRequest) as refusal:
+        LinkListener(config)
+    assert refusal.value.members["field"] == refused

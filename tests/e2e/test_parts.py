@@ -155,25 +155,38 @@ async def test_a_stream_outlives_controls_restart(engine: ScriptedEngine, tmp_pa
         assert (await stage.admin("GET", f"generations/{caller.tenant}/through"))["status"] == "completed"
 
 
-async def test_a_standby_coordinator_takes_over_and_engines_go_on(tmp_path: Path) -> None:
-    """Protects availability: control and gateways find the coordinator that leads now; no engine is started again."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+async def test_a_standby_coordinator_takes_over_and_engines_go_on(tmp_path: Path, number: signal.Signals) -> None:
+    """Protects availability: control and gateways find the coordinator that leads now; no engine is started again.
+
+    What is changed while none leads is answered as pending, and in force with the one that leads then.
+    """
     with parts(tmp_path) as made:
         first = made.coordinator("a")
         first.said()
         control = made.control("simulated", "ab")
         url = made.gateway("first", "ab")
         stage = made.stage(control, first, [url])
-        caller = await stage.caller()
+        caller, revoked = await stage.caller(), await stage.caller()
         second = made.coordinator("b", "--standby")
         engines = children_of(control.process.pid)
         assert len(engines) == 1 and (await generated(url, caller, "before")).status == 200
-        first.process.send_signal(signal.SIGKILL)
+        first.process.send_signal(number)
+        path = f"/admin/v1/tenants/{revoked.tenant}/applications/app/keys/{revoked.key_id}"
+        admin, key = stage.cell.ready["admin"], stage.cell.ready["admin_key"]
+        changed = await ask(admin, path, method="DELETE", key=key)
+        assert (changed.status, changed.json["pending"]) == (202, ["coordinator"])
         await served_again(url, caller, "after", ["coordinator_lost", "no_capacity"])
+        assert (await ask(url, "/v1/models", key=revoked.secret)).status == 403
         stage = made.stage(control, second, [url])
         assert children_of(control.process.pid) == engines
         await stage.admin("PUT", "limits", {"scope": {"tenant": caller.tenant}, "concurrency": 0})
         assert (await generated(url, caller, "none")).status in (400, 429)
         assert (await ask(url, "/v1/generations/before", key=caller.secret)).json["status"] == "completed"
+        if number is signal.SIGSTOP:
+            first.process.send_signal(signal.SIGCONT)
+            assert await asyncio.to_thread(first.process.wait, START_S) == 2
+            assert "A newer coordinator" in first.tail() and (await generated(url, revoked, "revoked")).status == 403
         assert second.stop() == 0 and control.stop() == 0
         assert all(wait_process_gone(pid, 5) for pid in engines)
 

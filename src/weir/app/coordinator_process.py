@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 
 from weir import errors
 from weir.app.cell_over_link import answer_of
@@ -33,6 +34,8 @@ from weir.link.coordinator_end import CoordinatorEnd
 from weir.messages import Register
 from weir.telemetry import Telemetry
 from weir.units import Millis
+
+_log = structlog.get_logger("weir.coordinator")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,8 @@ class _Host:
         """Put it in force, unless it is older than what is."""
         if snapshot.version >= self._coordinator.snapshot.version:
             self._coordinator.publish(snapshot)
+        else:
+            _log.warning("older_snapshot_ignored", version=snapshot.version, in_force=self._coordinator.snapshot.version)
 
     def renew(self, version: int, valid_ms: Millis) -> None:
         """What is in force, if it is of this version, may be worked by for so long."""
@@ -138,7 +143,8 @@ class CoordinatorProcess:
         fleet.on_condemned, fleet.on_demand = controlled.condemned, controlled.demanded
         host = _Host(self._coordinating, coordinator, end, view)
         desk = ControlDesk(parts.clock, host, controlled, self._coordinating.epoch, parts.config.link.heartbeat_ms)
-        end.on_control = desk.greet
+        if (token := self._coordinating.links.control_token) is not None:
+            end.take_control(desk.greet, token)
         return desk
 
     async def _serve(self, end: CoordinatorEnd, tell_ready: Callable[[], None]) -> None:

@@ -80,15 +80,24 @@ def _tls(field: str, make: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
 
 
 def token_of(config: LinkConfig) -> str:
-    """What links over TCP show. Raises InvalidRequest."""
-    path = _file(config.token_file, "link.token_file")
+    """What gateways' links over TCP show. Raises InvalidRequest."""
+    return _token_in(config.token_file, "link.token_file")
+
+
+def control_token_of(config: LinkConfig) -> str:
+    """What control's link over TCP shows. Raises InvalidRequest."""
+    return _token_in(config.control_token_file, "link.control_token_file")
+
+
+def _token_in(named: str | None, field: str) -> str:
+    path = _file(named, field)
     try:
         token = Path(path).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as fault:
-        raise errors.InvalidRequest("link.token_file cannot be read.", members={"field": "link.token_file"}) from fault
+        raise errors.InvalidRequest(f"{field} cannot be read.", members={"field": field}) from fault
     if len(token) < _TOKEN_CHARS_MIN:
-        detail = f"link.token_file must hold a token of {_TOKEN_CHARS_MIN} characters or more."
-        raise errors.InvalidRequest(detail, members={"field": "link.token_file"})
+        detail = f"{field} must hold a token of {_TOKEN_CHARS_MIN} characters or more."
+        raise errors.InvalidRequest(detail, members={"field": field})
     return token
 
 
@@ -139,9 +148,9 @@ def _bound_at(path: Path) -> socket.socket:
 
 
 class LinkListener:
-    """Where `link.listen` says. What it needs is looked at, and its port bound, before the cell leads; token: what links show.
+    """Where `link.listen` says. What it needs is looked at, and its port bound, before the cell leads. Raises InvalidRequest.
 
-    Raises InvalidRequest.
+    token: what gateways' links show. control_token: what control's does; None where none may come in.
     """
 
     def __init__(self, config: LinkConfig) -> None:
@@ -149,13 +158,19 @@ class LinkListener:
         self._socket: socket.socket | None = None
         self._tls: ssl.SSLContext | None = None
         self.token = ""
+        self.control_token: str | None = ""
         if config.listen is None:
             return
         if config.listen.startswith(_UNIX):
             self._path = _checked_path(config.listen.removeprefix(_UNIX))
         else:
             address = host_and_port(config.listen, "link.listen")
-            self.token, self._tls = token_of(config), _server_tls(config)
+            self.token = token_of(config)
+            self.control_token = control_token_of(config) if config.control_token_file is not None else None
+            if self.control_token == self.token:
+                detail = "link.control_token_file must hold another token than link.token_file, which gateways know."
+                raise errors.InvalidRequest(detail, members={"field": "link.control_token_file"})
+            self._tls = _server_tls(config)
             self._socket = _bound(*address)
 
     @contextlib.asynccontextmanager

@@ -8,7 +8,7 @@ import typer
 import uvloop
 
 from weir.app.control_process import ControlOptions, run_control
-from weir.app.link_sockets import address_of, host_and_port, token_of
+from weir.app.link_sockets import address_of, control_token_of, host_and_port
 from weir.app.ready_file import Ready
 from weir.app.runtime import refuse_stripped_assertions
 from weir.cli.foreground import refusals_shown, say, until_signalled
@@ -46,7 +46,7 @@ def control(
             engines=engine or ["llamacpp"],
             state=state,
             connect=[address_of(text, settings.link) for text in connect],
-            token=token_of(settings.link) if settings.link.token_file is not None else "",
+            token=control_token_of(settings.link) if settings.link.control_token_file is not None else "",
             listen=host_and_port(listen, "--listen"),
             metrics=host_and_port(metrics, "--metrics"),
             config=settings,

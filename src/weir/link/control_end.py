@@ -36,7 +36,7 @@ from weir.link.endpoint import Endpoint
 from weir.link.frames import Frame, Hello, Kind, Role, encode, frame
 from weir.link.gateway_end import Connect
 from weir.ports import Clock
-from weir.units import Millis, Nanos, ms_from_ns, ns_from_ms
+from weir.units import Millis, ms_from_ns, ns_from_ms
 
 Answer = TypeVar("Answer")
 
@@ -184,18 +184,26 @@ class ControlEnd:
     async def run(self) -> None:
         """Keep a session until cancelled. Raises LinkFault when a coordinator refuses for good, or dismisses this control."""
         wait_s = _RETRY_FIRST_S
-        while True:
-            for address in self._addresses:
-                session = await self._open(address)
-                if session is None:
-                    continue
-                await self._keep(session)
-                if session.refused is not None:
-                    raise session.refused
-                if session.is_in_force:
-                    wait_s = _RETRY_FIRST_S
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, _RETRY_MAX_S)
+        try:
+            while True:
+                for address in self._addresses:
+                    if await self._try(address):
+                        wait_s = _RETRY_FIRST_S
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _RETRY_MAX_S)
+        finally:
+            if self._session is not None:
+                self._end(self._session)
+
+    async def _try(self, address: Connect) -> bool:
+        """Keep a session there, if there is a coordinator; whether what was replayed came into force. Raises LinkFault."""
+        session = await self._open(address)
+        if session is None:
+            return False
+        await self._keep(session)
+        if session.refused is not None:
+            raise session.refused
+        return session.is_in_force
 
     async def _open(self, connect: Connect) -> _Session | None:
         """A session on a link to this address, or None."""
@@ -226,23 +234,17 @@ class ControlEnd:
     async def _keep(self, session: _Session) -> None:
         """Replay, and beat while the link lives."""
         beat_s, bound_ns = session.heartbeat_ms / 1e3, ns_from_ms(_BEATS_MISSED * session.heartbeat_ms)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                replaying = tasks.create_task(self._replay(session))
-                while not session.over.is_set():
-                    session.endpoint.beat()
-                    try:
-                        async with asyncio.timeout(beat_s):
-                            await session.over.wait()
-                    except TimeoutError:
-                        self._end_if_silent(session, bound_ns)
-                replaying.cancel()
-        finally:
-            self._end(session)
-
-    def _end_if_silent(self, session: _Session, bound_ns: Nanos) -> None:
-        if session.endpoint.silent_ns > bound_ns:
-            self._end(session)
+        async with asyncio.TaskGroup() as tasks:
+            replaying = tasks.create_task(self._replay(session))
+            while not session.over.is_set():
+                session.endpoint.beat()
+                try:
+                    async with asyncio.timeout(beat_s):
+                        await session.over.wait()
+                except TimeoutError:
+                    if session.endpoint.silent_ns > bound_ns:
+                        self._end(session)
+            replaying.cancel()
 
     def _end(self, session: _Session) -> None:
         """Nothing that was asked is answered, and nobody knows what runs."""

@@ -117,8 +117,15 @@ class CoordinatorEnd:
         self._tasks: asyncio.TaskGroup | None = None
         self._change: tuple[Snapshot, Snapshot, list[SnapshotPart]] | None = None
         self._reckoning = asyncio.Lock()
-        self.on_control: Callable[[Channel, Hello, int], None] | None = None
-        """Takes a link on which control greets, and the version of messages that both speak."""
+        self._control_token = ""
+        self._on_control: Callable[[Channel, Hello, int], None] | None = None
+
+    def take_control(self, on_control: Callable[[Channel, Hello, int], None], token: str) -> None:
+        """Hand links over on which control greets. on_control: takes each, with the version of messages that both speak.
+
+        token: what control must show, which gateways do not know; empty where the socket's owner is enough.
+        """
+        self._on_control, self._control_token = on_control, token
 
     def accept(self) -> Channel:
         """The protocol of a new connection."""
@@ -197,7 +204,8 @@ class CoordinatorEnd:
             raise errors.LinkFault("A link did not begin with a greeting.")
         hello = decode_hello(found.body)
         version = agreed_version(hello)
-        if self._token and not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+        token = self._token if hello.role is Role.GATEWAY else self._control_token
+        if token and not hmac.compare_digest(hello.token.encode(), token.encode()):
             self._refuse(channel, Refused("The token of this link is another.", is_final=True))
         elif version is None:
             self._refuse(channel, Refused("Gateway and coordinator share no version of their messages.", is_final=True))
@@ -210,11 +218,11 @@ class CoordinatorEnd:
 
     def _hand_over(self, channel: Channel, hello: Hello, version: int) -> None:
         """A link that is no gateway's."""
-        if self.on_control is None:
-            self._refuse(channel, Refused("This coordinator has its control in its own process.", is_final=True))
+        if self._on_control is None:
+            self._refuse(channel, Refused("This coordinator takes no control on a link.", is_final=True))
         else:
             self._links.discard(channel)
-            self.on_control(channel, hello, version)
+            self._on_control(channel, hello, version)
 
     def _refuse(self, channel: Channel, refused: Refused) -> None:
         _log.warning("link_refused", reason=refused.detail)
