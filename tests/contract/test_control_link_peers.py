@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -96,6 +96,21 @@ async def test_a_welcome_that_comes_too_late_is_none(stand: ControlStand) -> Non
     assert not control.end.is_linked
 
 
+async def test_a_welcome_in_the_last_moment_is_given_up(stand: ControlStand) -> None:
+    """A session that began as the time for it ran out is not kept half: the next address gets everything."""
+    desk = await stand.desk()
+
+    async def too_slow(make: Callable[[], Channel]) -> None:
+        channel = make()
+        control.end.on_frame(channel, Frame(Kind.WELCOME, 1, 0, 0, WELCOME))
+        raise TimeoutError
+
+    control = stand.control(too_slow, desk.coordinator.path)
+    await control.start()
+    await until(lambda: control.end.is_linked, "the next one has it")
+    assert desk.version == 1
+
+
 async def test_a_drained_replica_is_idle_once_the_coordinator_says_so(stand: ControlStand) -> None:
     """What a replica was given in the moment in which control drains it keeps it from being stopped."""
     desk, control = await stand.linked()
@@ -136,9 +151,11 @@ ELSEWHERE = ReplicaDoubted("pool", "never named")
         (1, encode([Replayed()])),
         (1, encode([PART, Replayed(), Replayed()])),
         (1, encode([PART, Replayed(), ELSEWHERE])),
+        (1, encode([PART, ELSEWHERE, Replayed()])),
+        (1, encode([WholePart(7, 8, is_last=True)])),
         (2, encode([PART, Replayed()])),
     ],
-    ids=["garbage", "no snapshot", "twice", "unknown replica", "another epoch"],
+    ids=["garbage", "no snapshot", "twice", "unknown replica", "replayed unknown", "another base", "another epoch"],
 )
 async def test_what_no_control_sends_ends_the_link(stand: ControlStand, epoch: int, body: bytes) -> None:
     """A coordinator is not harmed by what cannot be read or is out of turn: the link ends, and the next control is taken."""

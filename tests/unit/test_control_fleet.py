@@ -189,3 +189,19 @@ def test_demand_is_passed_on(kept: Kept) -> None:
     kept.controlled.apply(PoolKept(Pool("asked", "rev", 1, 1, on_demand=True)))
     kept.fleet.demand(kept.fleet.pool("asked"))
     assert kept.told == [Demanded("asked")]
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        ReplicaAdded("two-1", "behind", 2),
+        ReplicaAnswered(address_of("two-1", "behind")),
+        ReplicaDrained("behind", "one-1"),
+    ],
+    ids=["pool", "answered", "former life"],
+)
+def test_a_replay_that_names_not_all_that_it_speaks_of_changes_nothing(kept: Kept, report: FleetReport) -> None:
+    """Protects the one step: a replay is refused before any of it is in force, and nobody is dismissed for good."""
+    with pytest.raises(errors.LinkFault) as refused:
+        kept.replay(PoolKept(POOL), report)
+    assert not refused.value.is_final and kept.names() == {"one-1"} and len(list(kept.fleet.pools)) == 1

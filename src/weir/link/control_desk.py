@@ -193,6 +193,8 @@ class ControlDesk:
                         self._tell(Counted(dict(self._host.running())))  # control stops it once it knows that nothing runs
 
     def _take_part(self, session: _Session, part: WholePart) -> None:
+        if part.base not in (0, session.assembly.current.version):
+            raise errors.LinkFault("Control tells a change of a snapshot that it did not tell.")
         snapshot = session.assembly.take(part)
         if snapshot is None:
             return
@@ -208,6 +210,8 @@ class ControlDesk:
         try:
             self._fleet.check(reports)
         except errors.LinkFault as conflict:
+            if not conflict.is_final:
+                raise
             self._dismiss(session, conflict)
             return
         self._host.publish(session.snapshot)

@@ -219,6 +219,8 @@ class ControlEnd:
         except (OSError, TimeoutError, UnicodeError, errors.LinkFault) as fault:
             if isinstance(fault, errors.LinkFault) and fault.is_final:
                 raise
+            if self._session is not None:  # it was welcomed as its time ran out
+                self._end(self._session)
             self._tell_once(connect, f"{type(fault).__name__}: {fault}")
             return None
         finally:

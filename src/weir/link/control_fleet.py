@@ -61,6 +61,11 @@ class _Kept:
     pace: ReplicaPace | None = None
     is_condemned: bool = False
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """Its pool, and its name there."""
+        return self.added.pool, self.name_in_fleet
+
     def is_where(self, added: ReplicaAdded) -> bool:
         """Whether that is the same engine, which nobody started for it."""
         mine = self.added
@@ -86,15 +91,25 @@ class ControlledFleet:
     # ── a replay ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def check(self, reports: Sequence[FleetReport]) -> None:
-        """Raises LinkFault, final, where a replay cannot be put in force now."""
+        """Raises LinkFault where a replay cannot be put in force: final, unless it is one that no control of ours sends."""
+        pools, replicas = set[str](), set[str]()
         for report in reports:
             match report:
-                case PoolKept(pool=pool) if self._changes_revision(pool) and self._is_busy(pool.name):
-                    detail = f"Pool {pool.name!r} still has requests for another revision than {pool.revision!r}."
-                    raise errors.LinkFault(detail, is_final=True)
+                case PoolKept(pool=pool):
+                    pools.add(pool.name)
+                    if self._changes_revision(pool) and self._is_busy(pool.name):
+                        detail = f"Pool {pool.name!r} still has requests for another revision than {pool.revision!r}."
+                        raise errors.LinkFault(detail, is_final=True)
+                case ReplicaAdded():
+                    replicas.add(report.name)
+                    _refuse_unless(report.pool in pools)
+                case ReplicaAnswered():
+                    _refuse_unless(report.address.name in replicas)
+                case ReplicaDoubted() | ReplicaDrained() | ReplicaGone():
+                    _refuse_unless(report.name in replicas)
 
     def replay(self, reports: Sequence[FleetReport]) -> None:
-        """Put everything in force that control knows; `check` came before. Raises LinkFault for what names no pool."""
+        """Put everything in force that control knows; `check` came before."""
         pools = [report.pool for report in reports if isinstance(report, PoolKept)]
         empty = {pool.name for pool in pools if self._changes_revision(pool)}
         self._keep([report for report in reports if isinstance(report, ReplicaAdded) and report.pool not in empty])
@@ -119,7 +134,7 @@ class ControlledFleet:
             kept.name = added.name
             self._replicas[added.name] = kept
         for kept in former.values():
-            self._fleet.gone(kept.added.pool, kept.name_in_fleet)
+            self._fleet.gone(*kept.place)
 
     def _changes_revision(self, pool: Pool) -> bool:
         known = self._pools.get(pool.name)
@@ -137,11 +152,11 @@ class ControlledFleet:
             case ReplicaAnswered():
                 self._answered(report.address)
             case ReplicaDoubted():
-                self._fleet.doubted(report.pool, self._known(report.name).name_in_fleet)
+                self._fleet.doubted(*self._known(report.name).place)
             case ReplicaDrained():
-                self._fleet.drain(report.pool, self._known(report.name).name_in_fleet)
+                self._fleet.drain(*self._known(report.name).place)
             case ReplicaGone():
-                self._fleet.gone(report.pool, self._known(report.name).name_in_fleet)
+                self._fleet.gone(*self._known(report.name).place)
                 del self._replicas[report.name]
 
     def _add_pool(self, pool: Pool) -> None:
@@ -149,8 +164,7 @@ class ControlledFleet:
         self._fleet.add_pool(pool)
 
     def _add(self, added: ReplicaAdded) -> None:
-        if added.pool not in self._pools:
-            raise errors.LinkFault("Control added a replica to a pool that it does not keep.")
+        _refuse_unless(added.pool in self._pools)
         if added.name not in self._replicas:
             self._replicas[added.name] = _Kept(added.name, added.name, added)
             self._fleet.add(added.name, added.pool, added.concurrency)
@@ -161,10 +175,8 @@ class ControlledFleet:
         self._fleet.answered(msgspec.structs.replace(address, name=kept.name_in_fleet, pace=kept.pace))
 
     def _known(self, name: str) -> _Kept:
-        kept = self._replicas.get(name)
-        if kept is None:
-            raise errors.LinkFault("Control speaks of a replica that it did not name.")
-        return kept
+        _refuse_unless(name in self._replicas)
+        return self._replicas[name]
 
     # ── said to control ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -178,3 +190,8 @@ class ControlledFleet:
     def demanded(self, pool: str) -> None:
         """A request found nothing ready in a pool that is on demand."""
         self.tell(Demanded(pool))
+
+
+def _refuse_unless(is_named: bool) -> None:
+    if not is_named:
+        raise errors.LinkFault("Control speaks of a pool or a replica that it did not name.")
