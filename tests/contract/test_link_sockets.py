@@ -1,5 +1,7 @@
 """Where a coordinator is reached: a socket of its user's own, which replaces one that was left and takes nobody's place."""
 
+import asyncio
+import contextlib
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -38,10 +40,17 @@ def left_socket(path: Path) -> None:
         old.bind(str(path))
 
 
-def can_connect(path: Path) -> bool:
-    """Whether somebody listens there."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        return client.connect_ex(str(path)) == 0
+async def can_connect(path: Path) -> bool:
+    """Whether somebody takes connections there; this one is over then, because a listener must not close in between."""
+    try:
+        reader, writer = await asyncio.open_unix_connection(str(path))
+    except OSError:
+        return False
+    writer.write(b"no frame at all: it is closed for that")
+    with contextlib.suppress(ConnectionResetError):
+        await reader.read()
+    writer.transport.abort()
+    return True
 
 
 async def test_it_is_its_owners_replaces_one_that_was_left_and_goes(folder: Path, end: CoordinatorEnd) -> None:
@@ -52,7 +61,7 @@ async def test_it_is_its_owners_replaces_one_that_was_left_and_goes(folder: Path
     async with listener_at(named).serving(end), serving_unix(end, folder) as path:
         assert path == own
         for served in (named, own):
-            assert served.stat().st_mode & 0o777 == 0o600 and can_connect(served)
+            assert served.stat().st_mode & 0o777 == 0o600 and await can_connect(served)
     assert not named.exists() and not own.exists()
     await until_nothing_is_left()
 
@@ -60,7 +69,7 @@ async def test_it_is_its_owners_replaces_one_that_was_left_and_goes(folder: Path
 async def test_a_folder_with_too_long_a_name_gets_a_socket_elsewhere(folder: Path, end: CoordinatorEnd) -> None:
     """Protects a start in a deep state directory."""
     async with serving_unix(end, folder / ("x" * 100)) as path:
-        assert path.parent.stat().st_mode & 0o777 == 0o700 and can_connect(path)
+        assert path.parent.stat().st_mode & 0o777 == 0o700 and await can_connect(path)
     assert not path.parent.exists()
     await until_nothing_is_left()
 
