@@ -122,7 +122,9 @@ class Parts:
 
     def stage(self, control: Part, coordinator: Part, gateways: Sequence[str]) -> Stage:
         """All of it as tenants and administrators reach it."""
-        ready = self.ready(control) | {"metrics": coordinator.said()["metrics"], "api": gateways[0], "gateways": [*gateways]}
+        ready = self.ready(control)
+        ready |= {"control_metrics": ready["metrics"], "metrics": coordinator.said()["metrics"]}
+        ready |= {"api": gateways[0], "gateways": [*gateways]}
         return Stage(RunningCell(control.process, ready, self.folder / "control", control.log))
 
     def end(self) -> None:

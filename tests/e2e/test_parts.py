@@ -99,6 +99,7 @@ async def test_what_administrators_ask_is_answered_through_control(whole: Stage)
     )
     assert (unknown.status, unknown.json["code"]) == (404, "not_found")
     assert (await whole.usage(caller.tenant))[0]["requests"] == 1
+    assert await value_of(whole.cell.ready["control_metrics"], "weir_control_linked") == 1
 
 
 # ── one of them is lost ──────────────────────────────────────────────────────────────────────────────────────────────
