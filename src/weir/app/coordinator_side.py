@@ -75,8 +75,11 @@ class CoordinatorSide:
 
     async def recover(self, snapshot: Snapshot) -> Coordinator:
         """The coordinator, with what the books say, on a snapshot that was just read. Raises StoreFault."""
-        parts, config = self._parts, self._parts.config.coordinator
-        recovered = self._recovered = await recover(parts.stores.ledger, parts.clock, snapshot, config.group_ms)
+        parts, config, link = self._parts, self._parts.config.coordinator, self._parts.config.link
+        keeps_open = link.listen is not None  # gateways of its own end with this process
+        recovered = self._recovered = await recover(
+            parts.stores.ledger, parts.clock, snapshot, config.group_ms, keeps_open=keeps_open
+        )
         if recovered.resolved:
             parts.announce(f"resolved {recovered.resolved} hold(s) that a crash left open")
         made = CoordinatorParts(
@@ -89,9 +92,11 @@ class CoordinatorSide:
             rejections=RejectionCounter(parts.stores.ledger, parts.clock),
             telemetry=parts.telemetry,
             leads=self._leadership.holds if self._leadership is not None else lambda: True,
+            kept=recovered.kept if keeps_open else None,
+            lease_ms=link.lease_ms,
         )
         coordinator = self.coordinator = Coordinator(made, snapshot)
-        coordinator.renew(parts.config.link.snapshot_valid_ms)
+        coordinator.renew(link.snapshot_valid_ms)
         if self._leadership is not None:
             self._leadership.on_regained = coordinator.leads_again
         parts.telemetry.read_gauges_from(
