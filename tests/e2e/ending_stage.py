@@ -39,6 +39,7 @@ ENDINGS: Mapping[str, tuple[str, int, int, str | None]] = {
     "replica_lost": ("failed", 502, 502, "replica_lost"),
     "stalled": ("failed", 502, 502, "stalled"),
     "ledger_unavailable": ("failed", 503, 503, "ledger_unavailable"),
+    "coordinator_lost": ("failed", 503, 503, "coordinator_lost"),
     "shutdown": ("failed", 503, 503, "shutdown"),
     "engine_rejected": ("failed", 400, 400, "engine_rejected"),
 }

@@ -8,10 +8,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 START_S = 60.0
 STOP_S = 20.0
@@ -30,8 +30,15 @@ class RunningCell:
     @property
     def api(self) -> str:
         """Base URL of the tenant API; of a cell with gateways that of each of them in turn."""
-        gateways = self.ready.get("gateways")
-        return str(gateways[next(self._turns) % len(gateways)] if gateways else self.ready["api"])
+        return self._urls[next(self._turns) % len(self._urls)]
+
+    def doors(self) -> list[Self]:
+        """The same cell as it is reached through each of its gateways alone; without gateways, as it is."""
+        return [replace(self, ready={**self.ready, "gateways": [url]}) for url in self._urls]
+
+    @property
+    def _urls(self) -> list[str]:
+        return list(self.ready.get("gateways") or [self.ready["api"]])
 
     def key(self, tenant: str = "acme", application: str = "assistant") -> str:
         """A bootstrap API key."""

@@ -1,18 +1,26 @@
-"""A store that is slow, locked, full, down or cut off, and back: refusals are told, nobody pays for it, records land once."""
+"""A store that is slow, locked, full, down or cut off, and back: refusals are told, nobody pays for it, records land once.
 
+On one process with either database, and on two gateways beside PostgreSQL: there everything is asked through each of them.
+"""
+
+import asyncio
+import os
 import resource
 import signal
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
+from itertools import count
+from typing import Self
 
 import asyncpg
 import pytest
 from tests.e2e.ending_stage import Caller, Shown, Stage, read_shown, wait_until
-from tests.e2e.money_stage import DATABASES, Books, new_books
+from tests.e2e.money_stage import CELLS, Books, new_books
 from tests.e2e.scripted_engine import Script, ScriptedEngine
-from tests.e2e.sse_client import ask
+from tests.e2e.sse_client import Call, ask
+from tests.e2e.test_gateways import owner_of
 from tests.postgres_server import shared_server
 
 STEP_TOKENS = 8
@@ -23,10 +31,14 @@ concurrency = 8
 store_wait_ms = 800
 delivery_step_tokens = {STEP_TOKENS}
 """
-LONG = Script(tokens=400, gap_ms=10)
+SHOWN = 4
+LONG = Script(tokens=400, gap_ms=10, hold_at=SHOWN)
+"""Shows its first words, and would go on for long when the engine lets go."""
 WHOLE = Script(tokens=6, hold_at=6)
-"""Has made its output, and ends when the engine lets go."""
+"""Makes its output, and ends when the engine lets go."""
 FULL_BYTES = 16 * 1024
+TOLD_S = 8.0
+"""Several times what a client of a store that is away waits for the end, because this machine may be busy."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,15 @@ class Stand:
 
     stage: Stage
     books: Books
+
+    @property
+    def doors(self) -> list[Stage]:
+        """The cell as each of its gateways alone shows it."""
+        return [Stage(cell) for cell in self.stage.cell.doors()]
+
+    def away(self, fault: str) -> AbstractAsyncContextManager[None]:
+        """One of the two ways in which the store is away for the length of a block."""
+        return self.locked() if fault == "locked" else self.gone()
 
     @asynccontextmanager
     async def locked(self) -> AsyncIterator[None]:
@@ -71,58 +92,128 @@ class Stand:
         finally:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
 
+    async def wait_served(self) -> None:
+        """New work is served, once a cell whose lease ran out meanwhile has it again; until then a client is to come again."""
+        caller, numbers = await self.stage.caller(), count()
 
-@pytest.fixture(scope="module", params=DATABASES)
+        async def is_served() -> bool:
+            shown = await self.stage.run(caller, Script(), f"again-{next(numbers)}", stream=False)
+            assert shown.http == 200 or shown.code in ("coordinator_lost", "ledger_unavailable"), shown
+            return shown.http == 200
+
+        await wait_until(is_served, "new work is served")
+
+
+@pytest.fixture(scope="module", params=CELLS)
 def stand(engine: ScriptedEngine, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    """A cell on that engine, with its books in each database."""
+    """A cell on that engine, of each kind."""
     books = new_books(request.param, tmp_path_factory.mktemp("faults"))
     with books.running(engine.url, CONFIG) as cell:
         yield Stand(Stage(cell), books)
 
 
-async def started(engine: ScriptedEngine, before: int) -> bool:
-    """Whether the engine got another generation."""
-    return engine.started > before
+# ── what runs as the store goes ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def ask_without_id(stage: Stage, caller: Caller) -> tuple[int, str]:
-    """(status, code) of a request whose id nobody can have used before."""
-    body = {"model_alias": "assistant", "input": Script().prompt()}
-    answer = await ask(stage.cell.api, "/v1/generations", method="POST", key=caller.secret, body=body)
-    assert int(answer.headers["retry-after"]) >= 1
-    return answer.status, answer.json["code"]
+@dataclass(frozen=True)
+class Work:
+    """A stream and a whole answer through one gateway, each of a caller of its own."""
 
+    streaming: Caller
+    stream: Call
+    whole: Caller
+    call: Call
 
-@pytest.mark.parametrize("fault", ["locked", "gone"])
-async def test_a_store_that_is_away(stand: Stand, engine: ScriptedEngine, fault: str) -> None:
-    """What runs ends within what is booked, what is new is refused, nobody pays; once it is back every record lands, once."""
-    stage, engine_ran = stand.stage, engine.started
-    running, whole, late = [await stage.caller() for _ in range(3)]
-    engine.hold()
-    async with stage.call(running, LONG, "it") as stream, stage.call(whole, WHOLE, "it", stream=False) as call:
+    @classmethod
+    async def begun(cls, door: Stage, stack: AsyncExitStack, engine: ScriptedEngine) -> Self:
+        """The stream shows output, the whole answer makes its own; both go on when the engine lets go."""
+        streaming, whole, started = await door.caller(), await door.caller(), engine.started
+        stream = await stack.enter_async_context(door.call(streaming, LONG, "it"))
+        call = await stack.enter_async_context(door.call(whole, WHOLE, "it", stream=False))
         await stream.output_begun()
-        await wait_until(lambda: started(engine, engine_ran + 1), "both run")
-        async with stand.locked() if fault == "locked" else stand.gone():
-            engine.release()
-            told_whole, told = await read_shown(call), await read_shown(stream)
-            check_told(told_whole, "")
-            assert (told.status, told.reason) == ("failed", "ledger_unavailable") and told.text.count(" ") < LONG.tokens / 2
-            refused = await stage.run(late, Script(), "it")
-            assert (refused.http, refused.code) == (503, "ledger_unavailable") and int(refused.headers["retry-after"]) >= 1
-            assert await ask_without_id(stage, late) == (503, "ledger_unavailable")
-            was_changed = await change_limit(stage, late)
-            pending = (await stage.get(running, "it")).json
-            assert (pending["status"], pending["usage"]["settlement"]) == ("failed", "pending")
-    await stage.check_quiet()
-    await stage.check_ended(running, "it", "ledger_unavailable", "platform", told)
-    # A settlement that a write had taken already may land with it: then the record decides, as GET shows.
-    landed = (await stage.get(whole, "it")).json["status"] == "completed"
-    await stage.check_ended(whole, "it", "stop" if landed else "ledger_unavailable", "tenant" if landed else "platform")
-    assert await stage.usage(late.tenant) == [] and (await stage.get(late, "it")).status == 404
-    [limits] = (await stage.admin("GET", f"limits?tenant={late.tenant}"))["limits"]
-    assert limits.get("requests_per_minute") == (1_000 if was_changed else None)
-    assert (await stand.books.verified())["open holds"] == 0
-    await stage.check_serves(late)
+        await wait_until(lambda: has_started(engine, started + 2), "both run")
+        return cls(streaming, stream, whole, call)
+
+    async def read(self) -> Shown:
+        """How the stream ended: it went on within what was booked. Of the whole answer, which was not, nothing is shown."""
+        shown, whole = await read_shown(self.stream), await read_shown(self.call)
+        assert (shown.status, shown.reason) == ("failed", "ledger_unavailable"), shown
+        assert SHOWN < shown.text.count(LONG.word) <= SHOWN + 2 * STEP_TOKENS, shown
+        check_refusal(whole)
+        assert (whole.status, whole.reason, whole.text) == ("failed", "ledger_unavailable", ""), whole
+        return shown
+
+    async def check_pending(self, door: Stage) -> None:
+        """A gateway tells how the stream ended, and that nothing is booked of it."""
+        record = (await door.get(self.streaming, "it")).json
+        assert (record["status"], record["usage"]["settlement"]) == ("failed", "pending")
+
+    async def check_ended(self, stage: Stage, shown: Shown) -> None:
+        """The platform paid. A settlement that a write had taken already may land with it: then the record decides."""
+        await stage.check_ended(self.streaming, "it", "ledger_unavailable", "platform", shown)
+        landed = (await stage.get(self.whole, "it")).json["status"] == "completed"
+        reason = "stop" if landed else "ledger_unavailable"
+        await stage.check_ended(self.whole, "it", reason, "tenant" if landed else "platform")
+
+
+async def has_started(engine: ScriptedEngine, number: int) -> bool:
+    """Whether the engine got so many generations."""
+    return engine.started >= number
+
+
+async def is_idle(engine: ScriptedEngine) -> bool:
+    """Whether the engine makes nothing."""
+    return engine.running == 0
+
+
+# ── what is asked while it is away ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Early:
+    """A request through one gateway before anybody knows that the store is away, of a caller of its own."""
+
+    door: Stage
+    caller: Caller
+    stream: bool
+
+    async def sent(self, stack: AsyncExitStack) -> Call:
+        """It is on its way."""
+        return await stack.enter_async_context(self.door.call(self.caller, Script(), "it", stream=self.stream))
+
+    async def check_ended(self, stage: Stage, *, admitted: bool) -> None:
+        """The platform paid for what was admitted; where the id could not be looked up nothing was, and nothing is known."""
+        if admitted:
+            await stage.check_ended(self.caller, "it", "ledger_unavailable", "platform")
+        else:
+            assert (await stage.get(self.caller, "it")).status == 404 and await stage.usage(self.caller.tenant) == []
+
+
+async def told_while_away(works: list[Work], early: list[Early], engine: ScriptedEngine) -> list[Shown]:
+    """How streams end that run: within a bound, as what comes at once is refused, and the engine makes nothing more."""
+    async with asyncio.timeout(TOLD_S), AsyncExitStack() as stack:
+        calls = [await one.sent(stack) for one in early]
+        engine.release()
+        told = [await work.read() for work in works]
+        for call in calls:
+            check_refusal(await read_shown(call))
+        await wait_until(lambda: is_idle(engine), "the engine makes nothing")
+    return told
+
+
+def check_refusal(shown: Shown) -> None:
+    """No headers were sent: the store is named, and when to come again."""
+    assert (shown.http, shown.code) == (503, "ledger_unavailable"), shown
+    assert int(shown.headers["retry-after"]) >= 1
+
+
+async def check_refused(door: Stage, caller: Caller) -> None:
+    """What comes late is refused at once, with an id and without, which nobody can have used before."""
+    check_refusal(await door.run(caller, Script(), "it"))
+    body = {"model_alias": "assistant", "input": Script().prompt()}
+    answer = await ask(door.cell.api, "/v1/generations", method="POST", key=caller.secret, body=body)
+    assert (answer.status, answer.json["code"]) == (503, "ledger_unavailable")
+    assert int(answer.headers["retry-after"]) >= 1
 
 
 async def change_limit(stage: Stage, caller: Caller) -> bool:
@@ -133,46 +224,109 @@ async def change_limit(stage: Stage, caller: Caller) -> bool:
     return answer.status == 200
 
 
-def check_told(told: Shown, text: str) -> None:
-    """A whole answer that could not be booked: nothing of its output, and a time to come again."""
-    assert (told.http, told.status, told.reason) == (503, "failed", "ledger_unavailable"), told
-    assert told.text == text and int(told.headers["retry-after"]) >= 1
+async def check_late(stand: Stand, late: Caller, *, was_changed: bool) -> None:
+    """Of what was refused nothing is known; what is asked now through each gateway is served, and counted by itself."""
+    for door in stand.doors:
+        assert (await door.get(late, "it")).status == 404
+        await door.check_serves(late)
+    [row] = await stand.stage.usage(late.tenant)
+    assert (row["status"], row["requests"]) == ("completed", len(stand.doors))
+    [limits] = (await stand.stage.admin("GET", f"limits?tenant={late.tenant}"))["limits"]
+    assert limits.get("requests_per_minute") == (1_000 if was_changed else None)
+
+
+# ── the faults ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("fault", ["locked", "gone"])
+async def test_a_store_that_is_away(stand: Stand, engine: ScriptedEngine, fault: str) -> None:
+    """What runs ends within what is booked, what is new is refused, nobody pays; once it is back every record lands, once."""
+    stage, doors = stand.stage, stand.doors
+    late, early = await stage.caller(), [Early(door, await stage.caller(), kind) for door in doors for kind in (True, False)]
+    engine.hold()
+    async with AsyncExitStack() as stack:
+        works = [await Work.begun(door, stack, engine) for door in doors]
+        async with stand.away(fault):
+            told = await told_while_away(works, early, engine)
+            for door in doors:
+                await check_refused(door, late)
+                for work in works:
+                    await work.check_pending(door)
+            was_changed = await change_limit(stage, late)
+    await stage.check_quiet()
+    await stand.wait_served()
+    for work, shown in zip(works, told, strict=True):
+        await work.check_ended(stage, shown)
+    for one in early:
+        await one.check_ended(stage, admitted=fault == "locked" or stand.books.url is None)
+    await check_late(stand, late, was_changed=was_changed)
+    assert (await stand.books.verified())["open holds"] == 0
+
+
+@pytest.mark.parametrize("stand", ["gateways"], indirect=True)
+async def test_a_gateway_that_is_killed_while_the_store_is_away(stand: Stand, engine: ScriptedEngine) -> None:
+    """Two faults at once: what it carried ends with its lease though that cannot be written, and lands once like the rest."""
+    stage, (gone, kept) = stand.stage, stand.doors
+    engine.hold()
+    async with AsyncExitStack() as stack:
+        lost, work = [await Work.begun(door, stack, engine) for door in stand.doors]
+        async with stand.gone():
+            os.kill(owner_of(gone.cell.api, stage.cell), signal.SIGKILL)
+            for caller in (lost.streaming, lost.whole):
+                record = await kept.wait_status(caller, "it", "failed")
+                assert (record["finish_reason"], record["usage"]["settlement"]) == ("coordinator_lost", "pending")
+            engine.release()
+            told = await work.read()
+    await stage.check_quiet()
+    await stand.wait_served()
+    await gone.check_serves(await stage.caller())
+    for caller in (lost.streaming, lost.whole):
+        await stage.check_ended(caller, "it", "coordinator_lost", "platform")
+    await work.check_ended(stage, told)
+    assert (await stand.books.verified())["open holds"] == 0
 
 
 async def test_a_store_that_is_slow(stand: Stand, engine: ScriptedEngine) -> None:
     """A lock that ends within the bound costs time and nothing else: streams go on, and whole answers wait for their record."""
-    stage, engine_ran = stand.stage, engine.started
-    whole, streaming = [await stage.caller() for _ in range(2)]
+    stage, short = stand.stage, Script(tokens=STEP_TOKENS, hold_at=1)
+    asked = [(door, await stage.caller(), stream) for door in stand.doors for stream in (True, False)]
     engine.hold()
-    async with (
-        stage.call(whole, WHOLE, "it", stream=False) as call,
-        stage.call(streaming, Script(tokens=STEP_TOKENS, hold_at=1), "it") as stream,
-    ):
-        await wait_until(lambda: started(engine, engine_ran + 1), "both run")
-        await stream.output_begun()
+    async with AsyncExitStack() as stack:
+        started = engine.started
+        calls = [
+            await stack.enter_async_context(door.call(caller, short if stream else WHOLE, "it", stream=stream))
+            for door, caller, stream in asked
+        ]
+        await wait_until(lambda: has_started(engine, started + len(calls)), "all run")
+        for call in calls[::2]:
+            await call.output_begun()
         async with stand.locked():
             engine.release()
-            await stage.wait_status(streaming, "it", "completed")
-            assert (await stage.get(streaming, "it")).json["usage"]["settlement"] == "pending"
-        shown = [await read_shown(call), await read_shown(stream)]
-    assert [one.reason for one in shown] == ["stop", "stop"] and shown[0].http == 200
-    await stage.check_ended(whole, "it", "stop", "tenant", shown[0])
-    await stage.check_ended(streaming, "it", "stop", "tenant", shown[1])
+            for door, caller, _ in asked[::2]:
+                await door.wait_status(caller, "it", "completed")
+                assert (await stage.get(caller, "it")).json["usage"]["settlement"] == "pending"
+        shown = [await read_shown(call) for call in calls]
+    for (_, caller, stream), one in zip(asked, shown, strict=True):
+        assert (one.http, one.reason) == (0 if stream else 200, "stop")
+        await stage.check_ended(caller, "it", "stop", "tenant", one)
 
 
-@pytest.mark.parametrize("stand", ["postgres"], indirect=True)
+@pytest.mark.parametrize("stand", [kind for kind in CELLS if kind != "sqlite"], indirect=True)
 async def test_connections_that_are_cut(stand: Stand) -> None:
-    """Connections to the database that end while a stream books its steps: it goes on, and is booked once."""
-    stage, cuts, words = stand.stage, 0, 0
-    caller, script = await stage.caller(), Script(tokens=120, gap_ms=10)
-    async with stage.call(caller, script, "it") as call:
-        async for event in call.events():
+    """Connections to the database that end while streams book their steps: they go on, and are booked once."""
+    stage, cuts, words, script = stand.stage, 0, 0, Script(tokens=120, gap_ms=10)
+    asked = [(door, await stage.caller()) for door in stand.doors]
+    async with AsyncExitStack() as stack:
+        calls = [await stack.enter_async_context(door.call(caller, script, "it")) for door, caller in asked]
+        async for event in calls[0].events():
             words += event.json.get("text", "").count(script.word)
             if words >= 30 * (cuts + 1) and cuts < 3:
                 connected = "FROM pg_stat_activity WHERE application_name = 'weir'"
                 cuts += int(shared_server().sql(f"SELECT count(pg_terminate_backend(pid)) {connected}")) > 0
-        shown = await read_shown(call)
-    assert (shown.reason, shown.text, cuts) == ("stop", script.text, 3)
-    await stage.check_ended(caller, "it", "stop", "tenant", shown)
+        shown = [await read_shown(call) for call in calls]
+    assert cuts == 3
+    for (_, caller), one in zip(asked, shown, strict=True):
+        assert (one.reason, one.text) == ("stop", script.text)
+        await stage.check_ended(caller, "it", "stop", "tenant", one)
     await stage.check_quiet()
     await stand.books.verified()
