@@ -303,8 +303,8 @@ async def test_a_store_that_is_slow(stand: Stand, engine: ScriptedEngine) -> Non
         async with stand.locked():
             engine.release()
             for door, caller, _ in asked[::2]:
-                await door.wait_status(caller, "it", "completed")
-                assert (await stage.get(caller, "it")).json["usage"]["settlement"] == "pending"
+                record = await door.wait_status(caller, "it", "completed")
+                assert record["usage"]["settlement"] == "pending"
         shown = [await read_shown(call) for call in calls]
     for (_, caller, stream), one in zip(asked, shown, strict=True):
         assert (one.http, one.reason) == (0 if stream else 200, "stop")
