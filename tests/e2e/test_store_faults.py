@@ -330,3 +330,22 @@ async def test_connections_that_are_cut(stand: Stand) -> None:
         await stage.check_ended(caller, "it", "stop", "tenant", one)
     await stage.check_quiet()
     await stand.books.verified()
+
+
+async def test_an_idle_cell_names_the_store_that_is_away(stand: Stand) -> None:
+    """Protects whoever reads a refusal: with nothing in hand, and its lease run out, the ledger is still what is missing."""
+    if stand.books.url is None:
+        pytest.skip("a cell on SQLite has no lease")
+    await stand.stage.check_quiet()
+    caller = await stand.stage.caller()
+    logged = len(stand.stage.cell.log.read_text())
+
+    async def is_over() -> bool:
+        return '"leads": false' in stand.stage.cell.log.read_text()[logged:]
+
+    async with stand.gone():
+        await wait_until(is_over, "the lease is over")
+        for number, door in enumerate(stand.doors):
+            shown = await door.run(caller, Script(), f"idle-{number}", stream=False)
+            assert (shown.http, shown.code) == (503, "ledger_unavailable"), shown
+    await stand.wait_served()

@@ -92,6 +92,7 @@ class CoordinatorSide:
             rejections=RejectionCounter(parts.stores.ledger, parts.clock),
             telemetry=parts.telemetry,
             leads=self._leadership.holds if self._leadership is not None else lambda: True,
+            is_lease_away=self._leadership.is_store_away if self._leadership is not None else lambda: False,
             kept=recovered.kept if keeps_open else None,
             lease_ms=link.lease_ms,
         )

@@ -79,7 +79,8 @@ _LATE_RETRY_MS = 1_000
 class CoordinatorParts:
     """What a coordinator works with. order: between tenants; None for the product's, which is fair.
 
-    leads: whether it may grant now; another one may lead where it may not. kept: what an earlier one left open, which the
+    leads: whether it may grant now; another one may lead where it may not. is_lease_away: whether it may not because the store
+    cannot be asked for the lease. kept: what an earlier one left open, which the
     book holds, None where no gateway can outlive a coordinator; lease_ms: how long that waits for its gateway.
     """
 
@@ -93,6 +94,7 @@ class CoordinatorParts:
     telemetry: Telemetry
     order: MakeOrder | None = None
     leads: Callable[[], bool] = lambda: True
+    is_lease_away: Callable[[], bool] = lambda: False
     kept: Sequence[OpenHold] | None = None
     lease_ms: Millis = 15_000
 
@@ -117,7 +119,7 @@ class Coordinator:
         self._blame = Blame(parts.clock, parts.fleet)
         turns = Turns(self._weight_of, parts.order)
         self._dispatcher = Dispatcher(parts.clock, parts.config, parts.fleet, parts.journal, self._settler, turns)
-        self._leads = parts.leads
+        self._leads, self._is_lease_away = parts.leads, parts.is_lease_away
         self._takeover = Takeover(
             TakeoverParts(
                 clock=parts.clock,
@@ -362,7 +364,7 @@ class Coordinator:
         if self.fresh_ms == 0:
             detail = "The approved configuration could not be checked for too long."
             return errors.SnapshotExpired(detail, retry_after_ms=_LATE_RETRY_MS)
-        if self._store_watch.is_late:
+        if self._store_watch.is_late or (not self._leads() and self._is_lease_away()):
             return errors.LedgerUnavailable("The ledger cannot be written now.")
         if not self._leads():
             return errors.CoordinatorLost("Another coordinator takes over.", retry_after_ms=_LATE_RETRY_MS)

@@ -31,12 +31,17 @@ class Leadership:
         self._holder = holder
         self._lease_ms = lease_ms
         self._until_ns: Nanos = clock.monotonic_ns()
+        self._is_store_away = False
         self.on_regained: Callable[[], None] = lambda: None
         """Called when it leads again after its time was over: what waited meanwhile may start."""
 
     def holds(self) -> bool:
         """Whether nobody else can lead now."""
         return self._clock.monotonic_ns() < self._until_ns
+
+    def is_store_away(self) -> bool:
+        """Whether the last renewal could not be asked for: then nobody else is known to lead."""
+        return self._is_store_away
 
     async def win(self, *, by_force: bool = False) -> bool:
         """True, once it leads: by force at once (raises LedgerUnavailable), else when the lease is free or past its time."""
@@ -60,6 +65,7 @@ class Leadership:
                     raise errors.StaleEpoch
                 pause_s = renew_s
             except errors.LedgerUnavailable:
+                self._is_store_away = True
                 pause_s = max(0.0, _ASK_AGAIN_S - (self._clock.monotonic_ns() - asked_ns) / 1e9)
                 _log.warning("lease_not_renewed", leads=self.holds())
 
@@ -74,6 +80,7 @@ class Leadership:
     async def _take(self, *, by_force: bool = False) -> bool:
         asked_ns = self._clock.monotonic_ns()
         taken = await self._lease.take(self._holder, self._lease_ms, by_force=by_force)
+        self._is_store_away = False
         led = self.holds()
         self._until_ns = asked_ns + (ns_from_ms(self._lease_ms) if taken else 0)
         if self.holds() and not led:
