@@ -61,17 +61,21 @@ class Part:
 
 @dataclass
 class Parts:
-    """folder: of sockets, settings, states and logs. valid_ms: how long a snapshot may be worked by. parts: ever started."""
+    """folder: of sockets, settings, states and logs. valid_ms: how long a snapshot may be worked by. parts: ever started.
+
+    link: settings of links.
+    """
 
     folder: Path
     url: str
     valid_ms: int = 60_000
+    link: str = LINK
     parts: list[Part] = field(default_factory=list)
 
     def start(self, name: str, *arguments: str, config: str = "") -> Part:
         """A command of `weir` with the settings that all share."""
         settings = self.folder / f"{name}.toml"
-        settings.write_text(f"[link]\nsnapshot_valid_ms = {self.valid_ms}\n{LINK}{config}")
+        settings.write_text(f"[link]\nsnapshot_valid_ms = {self.valid_ms}\n{self.link}{config}")
         command = [sys.executable, "-m", "weir.cli.main", *arguments, "--config", str(settings)]
         log, output = self.folder / f"{name}.log", self.folder / f"{name}.out"
         with log.open("ab") as errors, output.open("wb") as said:
@@ -117,8 +121,12 @@ class Parts:
 
     def gateway(self, name: str, coordinators: Sequence[str] = "a") -> str:
         """One that serves; its URL."""
-        url: str = self.start(name, "gateway", *self._connect(coordinators)).said()["url"]
-        return url
+        return self.gateway_at("127.0.0.1:0", name, coordinators)[1]
+
+    def gateway_at(self, own: str, name: str, coordinators: Sequence[str] = "a") -> tuple[Part, str]:
+        """One that serves at an address of its own, and its URL."""
+        part = self.start(name, "gateway", *self._connect(coordinators), "--own", own)
+        return part, part.said()["url"]
 
     def stage(self, control: Part, coordinator: Part, gateways: Sequence[str]) -> Stage:
         """All of it as tenants and administrators reach it."""
@@ -135,9 +143,9 @@ class Parts:
 
 
 @contextmanager
-def parts(folder: Path, valid_ms: int = 60_000) -> Iterator[Parts]:
+def parts(folder: Path, valid_ms: int = 60_000, link: str = LINK) -> Iterator[Parts]:
     """Parts on a database of their own, all ended with the block."""
-    made = Parts(folder, shared_server().migrated_database(keep=True), valid_ms)
+    made = Parts(folder, shared_server().migrated_database(keep=True), valid_ms, link)
     try:
         yield made
     finally:
