@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from weir import errors
 from weir.core.admission import Admit, Asked, Bound, Door, Times, decide, door_refusal, idempotency_refusal
@@ -67,8 +68,8 @@ def test_the_first_failure_is_the_answer(wrongs: set[str]) -> None:
     """Protects the order of checks: whatever else is wrong, the earliest check answers."""
     keys = {b"digest": replace(SNAPSHOT.keys[b"digest"], revoked="key" in wrongs)}
     snapshot = replace(SNAPSHOT, keys=keys, aliases={} if "alias" in wrongs else SNAPSHOT.aliases)
-    asked = replace(ASKED, revision=OTHER.id if "revision" in wrongs else REVISION.id, is_quarantined="body" in wrongs)
-    bound = replace(RAN, body_digest=b"other") if "id" in wrongs else None
+    asked = structs.replace(ASKED, revision=OTHER.id if "revision" in wrongs else REVISION.id, is_quarantined="body" in wrongs)
+    bound = structs.replace(RAN, body_digest=b"other") if "id" in wrongs else None
     book = _limited(concurrency=0) if "limit" in wrongs else Book()
     door = Door(
         lanes=0 if "lanes" in wrongs else 4,
@@ -91,7 +92,7 @@ def test_the_first_failure_is_the_answer(wrongs: set[str]) -> None:
     ("asked", "snapshot", "book", "code"),
     [
         (ASKED, replace(SNAPSHOT, aliases={}), Book(), "unknown_alias"),
-        (replace(ASKED, is_quarantined=True), SNAPSHOT, Book(), "quarantined"),
+        (structs.replace(ASKED, is_quarantined=True), SNAPSHOT, Book(), "quarantined"),
         (ASKED, SNAPSHOT, _limited(concurrency=0), "concurrency_limited"),
     ],
 )
@@ -103,14 +104,14 @@ def test_a_door_that_is_open_is_not_enough(asked: Asked, snapshot: Snapshot, boo
 
 def test_a_full_queue_refuses_before_anything_is_predicted() -> None:
     """Protects memory: the queue's own answer comes before that of missing replicas and of the wait."""
-    refusal = door_refusal(replace(OPEN_DOOR, queue_refusal=errors.QueueFull(), lanes=0, predicted_wait_ms=9_999), 1)
+    refusal = door_refusal(structs.replace(OPEN_DOOR, queue_refusal=errors.QueueFull(), lanes=0, predicted_wait_ms=9_999), 1)
     assert refusal is not None and refusal.code == "queue_full"
 
 
 @pytest.mark.parametrize("revision", ["rev@2", "never registered"])
 def test_a_revision_that_is_not_live(revision: str) -> None:
     """Protects approval: a pinned revision that was revoked meanwhile, or is unknown, runs nothing."""
-    decision = decide(replace(ASKED, revision=revision), SNAPSHOT, None, Book(), OPEN_DOOR, Moment(0, 0))
+    decision = decide(structs.replace(ASKED, revision=revision), SNAPSHOT, None, Book(), OPEN_DOOR, Moment(0, 0))
     assert isinstance(decision, errors.UnknownAlias)
 
 
@@ -118,22 +119,22 @@ def test_a_revision_that_is_not_live(revision: str) -> None:
     ("bound", "code"),
     [
         (RAN, "output_not_retained"),
-        (replace(RAN, body_digest=b"other"), "request_id_reused"),
-        (replace(RAN, status=Status.QUEUED), "request_in_flight"),
-        (replace(RAN, status=Status.RUNNING), "request_in_flight"),
-        (replace(RAN, status=Status.RUNNING, body_digest=b"other"), "request_id_reused"),
-        (replace(RAN, status=Status.COMPLETED, delivered_tokens=0, cost_microusd=0), "output_not_retained"),
-        (replace(RAN, status=Status.FAILED), "output_not_retained"),
-        (replace(RAN, status=Status.FAILED, delivered_tokens=0), "output_not_retained"),
-        (replace(RAN, status=Status.CANCELLED, cost_microusd=0), "output_not_retained"),
+        (structs.replace(RAN, body_digest=b"other"), "request_id_reused"),
+        (structs.replace(RAN, status=Status.QUEUED), "request_in_flight"),
+        (structs.replace(RAN, status=Status.RUNNING), "request_in_flight"),
+        (structs.replace(RAN, status=Status.RUNNING, body_digest=b"other"), "request_id_reused"),
+        (structs.replace(RAN, status=Status.COMPLETED, delivered_tokens=0, cost_microusd=0), "output_not_retained"),
+        (structs.replace(RAN, status=Status.FAILED), "output_not_retained"),
+        (structs.replace(RAN, status=Status.FAILED, delivered_tokens=0), "output_not_retained"),
+        (structs.replace(RAN, status=Status.CANCELLED, cost_microusd=0), "output_not_retained"),
         (
-            replace(RAN, status=Status.CANCELLED, delivered_tokens=0, cost_microusd=0),
+            structs.replace(RAN, status=Status.CANCELLED, delivered_tokens=0, cost_microusd=0),
             "output_not_retained",
         ),  # free, yet counted
-        (replace(RAN, status=Status.FAILED, delivered_tokens=0, tenant_tokens=0, cost_microusd=0), None),
-        (replace(RAN, status=Status.EXPIRED, delivered_tokens=0, tenant_tokens=0, cost_microusd=0), None),
-        (replace(RAN, forgotten=True), None),
-        (replace(RAN, forgotten=True, body_digest=b"other"), None),
+        (structs.replace(RAN, status=Status.FAILED, delivered_tokens=0, tenant_tokens=0, cost_microusd=0), None),
+        (structs.replace(RAN, status=Status.EXPIRED, delivered_tokens=0, tenant_tokens=0, cost_microusd=0), None),
+        (structs.replace(RAN, forgotten=True), None),
+        (structs.replace(RAN, forgotten=True, body_digest=b"other"), None),
     ],
 )
 def test_a_bound_request_id(bound: Bound, code: str | None) -> None:
@@ -149,14 +150,14 @@ def test_a_bound_request_id(bound: Bound, code: str | None) -> None:
 
 def door(wait_ms: int = 0, **times: int) -> Door:
     """An open door with this wait and these times."""
-    return replace(OPEN_DOOR, predicted_wait_ms=wait_ms, times=Times(**times))
+    return structs.replace(OPEN_DOOR, predicted_wait_ms=wait_ms, times=Times(**times))
 
 
 @pytest.mark.parametrize(
     ("door", "deadline_ms", "code", "retry_after_ms"),
     [
         (OPEN_DOOR, 1, None, None),
-        (replace(OPEN_DOOR, lanes=0), 10_000, "no_capacity", 5_000),
+        (structs.replace(OPEN_DOOR, lanes=0), 10_000, "no_capacity", 5_000),
         (door(5_000), 10_000, None, None),
         (door(5_001), 10_000, "queue_wait_exceeded", 1),
         (door(2_000), 2_000, "deadline_unmeetable_now", 1),
@@ -196,12 +197,12 @@ all_times = st.builds(
 @given(all_times, millis, st.integers(-100, 9_000))
 def test_a_refusal_for_good_is_one_that_no_wait_would_cure(times: Times, wait_ms: int, deadline_ms: int) -> None:
     """Protects callers from a 400 for what is only busy: it depends on the best case alone, and a longer deadline cures it."""
-    refusal = door_refusal(replace(OPEN_DOOR, predicted_wait_ms=wait_ms, times=times), deadline_ms)
+    refusal = door_refusal(structs.replace(OPEN_DOOR, predicted_wait_ms=wait_ms, times=times), deadline_ms)
     is_infeasible = refusal is not None and refusal.code == "deadline_infeasible"
     assert is_infeasible == (0 < times.least_ms >= deadline_ms)
     if is_infeasible:
         assert refusal is not None and refusal.retry_after_ms is None
-        later = door_refusal(replace(OPEN_DOOR, times=Times(least_ms=times.least_ms)), times.least_ms + 1)
+        later = door_refusal(structs.replace(OPEN_DOOR, times=Times(least_ms=times.least_ms)), times.least_ms + 1)
         assert later is None
 
 
@@ -218,7 +219,7 @@ def later_ms(times: Times, wait_ms: int, deadline_ms: int, passed_ms: int) -> fl
 @given(all_times, millis, st.integers(1, 9_000))
 def test_the_door_opens_when_it_says(times: Times, wait_ms: int, deadline_ms: int) -> None:
     """Protects Retry-After: once it has passed and nobody else came the request would be in time, and not much sooner."""
-    now = replace(OPEN_DOOR, predicted_wait_ms=wait_ms, times=times)
+    now = structs.replace(OPEN_DOOR, predicted_wait_ms=wait_ms, times=times)
     refusal = door_refusal(now, deadline_ms)
     if refusal is None or refusal.code != "deadline_unmeetable_now":
         return
@@ -258,8 +259,8 @@ def test_more_time_or_a_shorter_wait_never_turns_an_admission_into_a_refusal(
 
     Unless the expected answer would fit an idle replica with that time, and did not before: then all of it has to fit.
     """
-    now = replace(OPEN_DOOR, predicted_wait_ms=wait_ms, times=times)
+    now = structs.replace(OPEN_DOOR, predicted_wait_ms=wait_ms, times=times)
     if door_refusal(now, deadline_ms) is None:
         if (times.idle_ms < deadline_ms) == (times.idle_ms < deadline_ms + more_ms):
             assert door_refusal(now, deadline_ms + more_ms) is None
-        assert door_refusal(replace(now, predicted_wait_ms=max(0, wait_ms - less_ms)), deadline_ms) is None
+        assert door_refusal(structs.replace(now, predicted_wait_ms=max(0, wait_ms - less_ms)), deadline_ms) is None

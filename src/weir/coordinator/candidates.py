@@ -6,7 +6,8 @@ It looks and decides nothing; `core/routing/placement.py` does.
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from itertools import islice
-from typing import NamedTuple
+
+import msgspec
 
 from weir.core.routing.capacity import Need
 from weir.core.routing.placement import score
@@ -28,7 +29,7 @@ class WhyNot(StrEnum):
     NO_ROOM = "no room"
 
 
-class Candidate(NamedTuple):
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A replica as the placement met it. score: what was compared first, the least wins; None where why_not says why.
 
     free, running: lanes. kv_tokens: reserved; prefill_tokens: still to be read; cached_tokens: of this input, held there.
@@ -45,7 +46,7 @@ class Candidate(NamedTuple):
     why_not: WhyNot | None = None
 
 
-class Candidates(NamedTuple):
+class Candidates(msgspec.Struct, frozen=True, gc=False):
     """Some replicas of a pool as the placement met them, and how many more it has."""
 
     kept: Sequence[Candidate] = ()

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from weir import errors
 from weir.config import CoordinatorConfig
 from weir.coordinator.candidates import Candidates, candidates_of
@@ -47,8 +49,7 @@ class Turns:
     order: MakeOrder | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(msgspec.Struct, frozen=True, gc=False):
     """What a pool can do for a request, before anything is taken."""
 
     pool: PoolView

@@ -6,7 +6,8 @@ how long a newcomer waits. It takes no lane, writes nothing and ends nothing.
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
+
+import msgspec
 
 from weir.config import CoordinatorConfig
 from weir.coordinator.execution import Execution, Placement
@@ -57,7 +58,7 @@ def fair_order(config: CoordinatorConfig) -> MakeOrder:
     return lambda weight_of: FairOrder(weight_of, config.fair_slack_tokens * token, config.fair_burst_tokens * token)
 
 
-class Lanes(NamedTuple):
+class Lanes(msgspec.Struct, frozen=True, gc=False):
     """What a newcomer's wait is reckoned with. usable: all lanes that can be used; part: how many of them work like its own.
 
     read_ms: where only unread prompts are in the way, until those that are before it are read; else None.

@@ -5,7 +5,8 @@ show.
 """
 
 from asyncio import TimerHandle
-from dataclasses import dataclass, field
+
+import msgspec
 
 from weir.core.admission import Admit, Bound
 from weir.core.endings import FinishReason, ending
@@ -21,8 +22,7 @@ from weir.messages import Acquire, GenerationRecord, ended_record
 from weir.units import Millis, Nanos, Tokens
 
 
-@dataclass(slots=True)
-class Placement:
+class Placement(msgspec.Struct):
     """Where an attempt runs or ran. lane: None once it was given back. lane_taken_ns: when it was taken.
 
     cached_tokens: of its input, believed to be held there. has_output: its first output came. is_unplaced: it may run, on a
@@ -38,8 +38,7 @@ class Placement:
     is_unplaced: bool = False
 
 
-@dataclass(slots=True)
-class Execution:
+class Execution(msgspec.Struct):
     """One admitted run of a request id. session: name of the gateway session that carries it.
 
     windows: the budget windows that its hold counts in. placements: of its attempts, the last one last. lost: what the attempt
@@ -62,7 +61,7 @@ class Execution:
     windows: tuple[str, ...] = ()
     hold_durable: bool = False
     delivered_max: Tokens = 0
-    placements: list[Placement] = field(default_factory=list)
+    placements: list[Placement] = []
     lost: Usage | None = None
     timer: TimerHandle | None = None
     stop_asked: FinishReason | None = None
@@ -74,7 +73,7 @@ class Execution:
     need: Need = NOTHING
     end_durable: bool = False
     given_up: bool = False
-    cancel_queries: list[tuple[str, int]] = field(default_factory=list)
+    cancel_queries: list[tuple[str, int]] = []
 
     @property
     def is_ended(self) -> bool:

@@ -7,7 +7,8 @@ Live ones are never forgotten.
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import replace
+
+import msgspec
 
 from weir import errors
 from weir.coordinator.execution import Execution
@@ -80,7 +81,7 @@ class ExecutionTable:
         """What a second request with this id meets, from memory."""
         end = execution.end_record
         ended_at = end.at_ms if end is not None and execution.end_durable else None
-        return replace(execution.bound(), forgotten=self._is_forgotten(ended_at, now_wall_ms))
+        return msgspec.structs.replace(execution.bound(), forgotten=self._is_forgotten(ended_at, now_wall_ms))
 
     def _is_forgotten(self, ended_at_ms: Millis | None, now_wall_ms: Millis) -> bool:
         return ended_at_ms is not None and now_wall_ms - ended_at_ms > self._request_id_ms

@@ -7,8 +7,9 @@ request that is forgotten is dropped.
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
+
+import msgspec
 
 from weir import errors
 from weir.coordinator.candidates import NO_CANDIDATES, Candidate, Candidates
@@ -37,7 +38,7 @@ _Key: TypeAlias = tuple[str, str, int]
 _Event: TypeAlias = tuple[Nanos, str, Any]
 
 
-class DoorFigures(NamedTuple):
+class DoorFigures(msgspec.Struct, frozen=True, gc=False):
     """The scheduling domain as the request met it. lanes: that can be used; waiting: admitted requests ahead of it.
 
     prefill_ms: predicted from its start to its first output.
@@ -51,8 +52,7 @@ class DoorFigures(NamedTuple):
     prefill_ms: Millis
 
 
-@dataclass(slots=True)
-class _Timeline:
+class _Timeline(msgspec.Struct):
     """number: rises as they are told. told_at_ms and told_ns: both clocks when it began. attempt: the last dispatched.
 
     times: how often its id was rejected.
@@ -378,7 +378,7 @@ def _plain(value: Any) -> Any:
             place = {"application": value.application, "key": value.key, "alias": value.alias}
             return _plain({"limit": value.limit, "units": value.units, **place})
         case Candidate() | DoorFigures():
-            return _plain(value._asdict())
+            return _plain(msgspec.structs.asdict(value))
         case dict():
             return {name: _plain(part) for name, part in value.items() if part is not None}
         case list() | tuple():

@@ -12,7 +12,8 @@ times more, and leaves the rest to recovery. StaleEpoch is never repeated: a new
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from weir import errors
 from weir.core.ledger.records import LedgerRecord
@@ -25,8 +26,7 @@ _RETRY_MAX_S = 1.0
 _CLOSING_TRIES_MAX = 5
 
 
-@dataclass(slots=True)
-class _Pending:
+class _Pending(msgspec.Struct):
     record: LedgerRecord
     since_ns: Nanos
     on_durable: Callable[[], None] | None

@@ -4,7 +4,7 @@ The table of endings decides the payer; this module applies it to what a gateway
 written in time, and to what recovery finds after a crash.
 """
 
-from dataclasses import dataclass, replace
+import msgspec
 
 from weir.coordinator.execution import Execution, error_code_of
 from weir.core.endings import FinishReason, ending
@@ -18,8 +18,7 @@ from weir.units import Millis, Tokens
 DETAIL_CHARS_MAX = 500
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, gc=False):
     """An end with its amounts: what was used, what was delivered, what is charged."""
 
     reason: FinishReason
@@ -28,8 +27,7 @@ class Outcome:
     charge: Charge
 
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
+class Stamp(msgspec.Struct, frozen=True, gc=False):
     """A record's number and wall-clock time."""
 
     seq: int
@@ -76,7 +74,7 @@ def outcome_of(finish: Finish, worst: Worst, price: Price) -> Outcome:
     usage, absurd = sane_usage(finish.usage)
     delivered = min(max(0, finish.delivered_tokens), worst.output_tokens)
     due = charge(ending(finish.reason), usage, delivered, worst, price)
-    return Outcome(finish.reason, usage, delivered, replace(due, clamped=True) if absurd else due)
+    return Outcome(finish.reason, usage, delivered, msgspec.structs.replace(due, clamped=True) if absurd else due)
 
 
 def sane_usage(reported: AttemptUsage | None) -> tuple[Usage, bool]:

@@ -8,8 +8,9 @@ kept until then: it is in the one settlement, as the platform's.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
+
+import msgspec
 
 from weir.coordinator.execution import Execution, queue_timing, shown_as
 from weir.coordinator.execution_table import ExecutionTable
@@ -63,7 +64,7 @@ class Settler:
         if lost is None:
             self._release(execution, reason)
             return
-        unpaid = replace(NO_CHARGE, platform_microusd=_cost(lost, execution.admit.revision.price))
+        unpaid = msgspec.structs.replace(NO_CHARGE, platform_microusd=_cost(lost, execution.admit.revision.price))
         timing = queue_timing(execution, self._clock.monotonic_ns())
         self._post(execution, Outcome(reason, lost, 0, unpaid), timing, None)
 
@@ -162,7 +163,8 @@ def _with_lost(outcome: Outcome, execution: Execution) -> Outcome:
     if execution.lost is None:
         return outcome
     platform = outcome.charge.platform_microusd + _cost(execution.lost, execution.admit.revision.price)
-    return replace(outcome, charge=replace(outcome.charge, platform_microusd=platform))
+    due = msgspec.structs.replace(outcome.charge, platform_microusd=platform)
+    return msgspec.structs.replace(outcome, charge=due)
 
 
 def _cost(usage: Usage, price: Price) -> MicroDollars:

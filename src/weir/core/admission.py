@@ -7,8 +7,9 @@ coordinator takes buckets, concurrency, hold and queue place in the same synchro
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from typing import TypeAlias
+
+import msgspec
 
 from weir import errors
 from weir.core.endings import Status
@@ -27,8 +28,7 @@ _ROUNDED_MS: Millis = 2
 """Both parts of a time are rounded down."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True, gc=False):
     """What a gateway asks a grant for. input_tokens and max_output_tokens are per choice; deadline_ms: time left.
 
     is_quarantined: this body crashed two replicas lately.
@@ -46,8 +46,7 @@ class Asked:
     is_quarantined: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(msgspec.Struct, frozen=True, gc=False):
     """The latest execution under this request id. tenant_tokens and cost_microusd: what its tenant was charged."""
 
     execution: int
@@ -70,8 +69,7 @@ class Bound:
         return not self.is_running and self.status is not Status.COMPLETED and not was_used
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
+class Times(msgspec.Struct, frozen=True, gc=False):
     """How long it takes from its start, 0 while unknown. prefill_ms: to its first output; decode_ms: from there to its end.
 
     Both as replicas are now, and for an answer of the expected length. idle_ms: both together on an idle replica;
@@ -103,8 +101,7 @@ class Times:
         return self.settled_ms(deadline_ms) + excess_ms * kept + (_ROUNDED_MS if excess_ms > 0 else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Door:
+class Door(msgspec.Struct, frozen=True, gc=False):
     """The scheduling domain as a newcomer meets it. lanes: of ready replicas; queue_refusal: the queue's own answer.
 
     no_capacity_retry_ms: when a replica is expected, used while lanes is 0. times: what its deadline is compared with.
@@ -118,8 +115,7 @@ class Door:
     no_capacity_retry_ms: Millis
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(msgspec.Struct, frozen=True, gc=False):
     """Take all of this now. execution: 1, or one above the bound one that may run again."""
 
     execution: int

@@ -7,6 +7,8 @@ micro-dollars per million tokens.
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from weir.core.endings import EndingRule, Payer, Status
 from weir.units import MILLION, MicroDollars, Tokens, ceil_div
 
@@ -46,8 +48,7 @@ class Price:
         return ceil_div(total, MILLION)
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True, gc=False):
     """What an attempt used, all choices together. basis: where the figures come from."""
 
     input_tokens: Tokens
@@ -56,8 +57,7 @@ class Usage:
     basis: Basis
 
 
-@dataclass(frozen=True, slots=True)
-class Worst:
+class Worst(msgspec.Struct, frozen=True, gc=False):
     """The most a request can use, which is what its hold takes: tokens for buckets, micro-dollars for budgets."""
 
     input_tokens: Tokens
@@ -81,8 +81,7 @@ def worst_case(price: Price, input_tokens: Tokens, max_output_tokens: Tokens, ch
     return Worst(input_tokens * choices, max_output_tokens * choices, ceil_div(total, MILLION))
 
 
-@dataclass(frozen=True, slots=True)
-class Charge:
+class Charge(msgspec.Struct, frozen=True, gc=False):
     """A settlement's amounts. The tenant's part lies within its hold; platform_microusd is the price of the rest.
 
     tenant_tokens: what counts against token limits. clamped: the engine reported more than was held, which is alarmed.

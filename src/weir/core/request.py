@@ -21,6 +21,8 @@ What was rejected: a table of (state, event) pairs loses the fields; one class w
 from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
+import msgspec
+
 from weir.core.endings import FinishReason, Status, ending
 from weir.units import Millis, Tokens
 
@@ -86,15 +88,13 @@ class InferenceRequest:
 # ── states ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True, gc=False):
     """Read completely, not yet decided."""
 
     arrived_ms: Millis
 
 
-@dataclass(frozen=True, slots=True)
-class Queued:
+class Queued(msgspec.Struct, frozen=True, gc=False):
     """Admitted: its reservation is held and it waits for a replica. attempt: the number its next dispatch gets."""
 
     arrived_ms: Millis
@@ -102,8 +102,7 @@ class Queued:
     attempt: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatched:
+class Dispatched(msgspec.Struct, frozen=True, gc=False):
     """Placed on a replica; nothing was handed to the client yet."""
 
     arrived_ms: Millis
@@ -113,8 +112,7 @@ class Dispatched:
     replica: str
 
 
-@dataclass(frozen=True, slots=True)
-class Streaming:
+class Streaming(msgspec.Struct, frozen=True, gc=False):
     """Output was handed to the client's socket; never dispatched again."""
 
     arrived_ms: Millis
@@ -125,36 +123,31 @@ class Streaming:
     first_output_ms: Millis
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(msgspec.Struct, frozen=True, gc=False):
     """Refused before admission; leaves no row, only a counter. code: the refusal's reason code."""
 
     code: str
 
 
-@dataclass(frozen=True, slots=True)
-class Completed:
+class Completed(msgspec.Struct, frozen=True, gc=False):
     """The engine ended by itself."""
 
     reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancelled(msgspec.Struct, frozen=True, gc=False):
     """Somebody who may asked to stop, or left."""
 
     reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class Expired:
+class Expired(msgspec.Struct, frozen=True, gc=False):
     """The deadline or the bound of waiting was reached."""
 
     reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True, gc=False):
     """A part of the platform failed it."""
 
     reason: FinishReason
@@ -169,42 +162,36 @@ RequestState: TypeAlias = Received | Admitted | Terminal
 # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(msgspec.Struct, frozen=True, gc=False):
     """Everything was taken and a place in the queue exists."""
 
     now_ms: Millis
 
 
-@dataclass(frozen=True, slots=True)
-class Reject:
+class Reject(msgspec.Struct, frozen=True, gc=False):
     """Refused; nothing was taken. code: the refusal's reason code."""
 
     code: str
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(msgspec.Struct, frozen=True, gc=False):
     """Placed on a replica that can start it now."""
 
     now_ms: Millis
     replica: str
 
 
-@dataclass(frozen=True, slots=True)
-class FirstOutput:
+class FirstOutput(msgspec.Struct, frozen=True, gc=False):
     """The first output byte was handed to the client's socket."""
 
     now_ms: Millis
 
 
-@dataclass(frozen=True, slots=True)
-class Requeue:
+class Requeue(msgspec.Struct, frozen=True, gc=False):
     """The attempt failed with nothing delivered and is retried."""
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True, gc=False):
     """The request is over; the finish reason names the terminal status."""
 
     reason: FinishReason

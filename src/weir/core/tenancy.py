@@ -11,6 +11,8 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import TypeAlias
 
+import msgspec
+
 from weir.core.windows import FormerZone, Zones
 
 KEY_SECRET_BYTES = 32
@@ -97,8 +99,7 @@ class AdminKey:
     revoked: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Principal:
+class Principal(msgspec.Struct, frozen=True, gc=False):
     """An authenticated caller."""
 
     tenant: str

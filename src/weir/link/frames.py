@@ -10,7 +10,7 @@ where it was (`delivery.py`). Number 0 is that of frames without messages.
 
 import struct
 from enum import IntEnum, StrEnum
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -42,7 +42,7 @@ class Kind(IntEnum):
     BATCH = 4
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """A frame as received. number: of this one, 0 for one without messages; received: of the last one that the peer has."""
 
     kind: Kind

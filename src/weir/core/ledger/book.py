@@ -16,8 +16,9 @@ per-minute limit is set; a new one starts full.
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+import msgspec
 
 from weir import errors
 from weir.core.ledger.account import BUDGETS, MINUTE_LIMITS, REQUESTS_PER_MINUTE, TOKENS_PER_MINUTE, Account, Balance
@@ -31,23 +32,20 @@ from weir.units import MicroDollars, Millis, Moment, Nanos, Tokens, ceil_ms_from
 _Leaf: TypeAlias = tuple[str | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(msgspec.Struct, frozen=True, gc=False):
     """What one hold took, as its record names it. windows: those its worst case is held in."""
 
     windows: tuple[str, ...]
     takes: tuple[BucketTake, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenHold:
+class _OpenHold(msgspec.Struct, frozen=True, gc=False):
     scopes: Scopes
     worst: Worst
     windows: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LimitStanding:
+class LimitStanding(msgspec.Struct, frozen=True, gc=False):
     """The tightest per-minute limit of one kind for a caller. None fields: unlimited."""
 
     limit: int | None = None
@@ -55,8 +53,7 @@ class LimitStanding:
     reset_ms: Millis | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True, gc=False):
     """What `x-ratelimit-*` headers show."""
 
     requests: LimitStanding

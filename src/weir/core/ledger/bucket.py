@@ -11,7 +11,7 @@ shortens its own interval and moves every later take's interval down, which is e
 the take had been smaller from the start; the bound then holds for what was settled.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 from weir.units import NANOS_PER_MINUTE, Nanos, ceil_div
 
@@ -19,8 +19,7 @@ SCALE = NANOS_PER_MINUTE
 """Volume of one unit (a request or a token)."""
 
 
-@dataclass(slots=True)
-class Take:
+class Take(msgspec.Struct, gc=False):
     """What one hold occupies: volumes on the bucket's axis, start ≤ end. A lowered rate cuts it, so any volume may be left."""
 
     start: int

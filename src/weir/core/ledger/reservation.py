@@ -5,29 +5,27 @@ TigerBeetle's pending, post and void transfers, in our terms. A reservation know
 knows accounts.
 """
 
-from dataclasses import dataclass
 from typing import TypeAlias, assert_never
+
+import msgspec
 
 from weir.core.metering import Basis, Charge, Worst
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(msgspec.Struct, frozen=True, gc=False):
     """The worst case is set aside and nothing is posted."""
 
     worst: Worst
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
+class Settled(msgspec.Struct, frozen=True, gc=False):
     """The actual amounts are posted and the rest was given back."""
 
     charge: Charge
     basis: Basis
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(msgspec.Struct, frozen=True, gc=False):
     """Nothing was used and everything was given back."""
 
 

@@ -22,6 +22,8 @@ requests, and every newcomer, a lead over all who wait.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from weir.core.scheduling.lazy_heap import LazyHeap
 from weir.core.scheduling.orders import BYPASSES_MAX, Cost, Head, Ticket
 from weir.units import Tokens
@@ -46,8 +48,7 @@ class TokenCosts:
         return max(1, uncached * self.input + cached_input_tokens * self.cached_input + output_tokens * self.output)
 
 
-@dataclass(slots=True)
-class _Flow:
+class _Flow(msgspec.Struct):
     counter: int = 0
     weight: int = 1  # as it was when the flow became backlogged, or was charged last
     floor: int = 0
