@@ -73,22 +73,22 @@ def candidates_of(
 
 def _candidate(replica: Replica, need: Need, held: Mapping[str, int], avoid: str | None) -> Candidate:
     room, name = replica.room, replica.name
-    seen = name, replica.free, replica.running, room.kv_tokens, room.prefill_tokens
+    free, running, kv_tokens, prefill_tokens = replica.free, replica.running, room.kv_tokens, room.prefill_tokens
     if (why_not := _why_not(replica, avoid)) is not None:
-        return Candidate(*seen, None, None, why_not)
+        return Candidate(name, free, running, kv_tokens, prefill_tokens, None, None, why_not)
     cached = cached_tokens(held[name], need.prefix_bytes, need.input_tokens) if name in held else 0
     if not room.fits(need):
-        return Candidate(*seen, cached or None, None, WhyNot.NO_ROOM)
-    return Candidate(*seen, cached or None, score(replica, need, cached))
+        return Candidate(name, free, running, kv_tokens, prefill_tokens, cached or None, None, WhyNot.NO_ROOM)
+    return Candidate(name, free, running, kv_tokens, prefill_tokens, cached or None, score(replica, need, cached))
 
 
 def _why_not(replica: Replica, avoid: str | None) -> WhyNot | None:
     """Why it takes nothing, whatever it is asked for."""
+    if replica.free and replica.name != avoid:
+        return None  # most are so, and this runs for several replicas of every dispatch
     if not replica.takes_work:
         return WhyNot.NOT_READY
     if replica.name == avoid:
         return WhyNot.AVOIDED
-    if replica.free:
-        return None
     on_trial = replica.state is ReplicaState.HALF_OPEN and replica.running < replica.limits.concurrency
     return WhyNot.ON_TRIAL if on_trial else WhyNot.FULL

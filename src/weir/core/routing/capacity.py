@@ -61,7 +61,8 @@ class Room:
 
     def fits(self, need: Need) -> bool:
         """Whether this may start beside what runs."""
-        if not self.holds(need.kv_tokens):
+        kv_tokens_max = self.kv_tokens_max
+        if kv_tokens_max is not None and not self.holds(need.kv_tokens):
             return False
         if not self.prefill_tokens or self.input_ms is None or need.backlog_ms is None:
             return True

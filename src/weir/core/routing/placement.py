@@ -10,6 +10,7 @@ how it is tried; a second attempt is the last one, and goes there only where no 
 """
 
 from collections.abc import Iterable, Mapping
+from math import inf
 
 import msgspec
 
@@ -37,7 +38,11 @@ def place(
     replicas: Iterable[Replica], need: Need = NOTHING, index: PrefixIndex | None = None, avoid: str | None = None
 ) -> Site | None:
     """The replica that is to take it, or None when none has room. avoid: not this one. index: None where none is kept."""
-    able = [replica for replica in replicas if replica.free and replica.name != avoid and replica.room.fits(need)]
+    able = [
+        replica
+        for replica in replicas
+        if replica.free and replica.name != avoid and (not replica.running or replica.room.fits(need))
+    ]
     if not able:
         return None  # most replicas of a busy pool are full, and this runs for every request
     if len(able) > 1:
@@ -49,17 +54,18 @@ def place(
 
 def _tried_first(able: list[Replica], avoid: str | None) -> list[Replica]:
     """Those that are half-open, if any; for a second attempt, which avoids a replica, the others."""
-    trials = [replica for replica in able if replica.state is ReplicaState.HALF_OPEN]
+    half_open = ReplicaState.HALF_OPEN
+    trials = [replica for replica in able if replica.state is half_open]
     if not trials:
         return able
-    others = [replica for replica in able if replica.state is not ReplicaState.HALF_OPEN]
+    others = [replica for replica in able if replica.state is not half_open]
     return trials if avoid is None or not others else others
 
 
 def _soonest(able: list[Replica], held: Mapping[str, Tokens]) -> Replica:
     """Of an idle fleet all are here: one pass, and nothing is made that is not compared."""
     share_max = min([replica.share for replica in able]) + SKEW
-    best, least = able[0], None
+    best, best_share, least = able[0], inf, inf
     for replica in able:
         share = replica.share
         if share > share_max:
@@ -67,8 +73,9 @@ def _soonest(able: list[Replica], held: Mapping[str, Tokens]) -> Replica:
         read = replica.room.prefill_tokens
         if held and (cached := held.get(replica.name)):
             read -= _READ_COST * cached
-        if least is None or read < least or (read == least and (share, replica.name) < (best.share, best.name)):
-            best, least = replica, read
+        if read > least or (read == least and (share > best_share or (share == best_share and replica.name >= best.name))):
+            continue
+        best, best_share, least = replica, share, read
     return best
 
 
