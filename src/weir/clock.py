@@ -3,7 +3,7 @@
 import os
 import time
 
-from weir.units import NANOS_PER_MILLI, Millis, Nanos
+from weir.units import NANOS_PER_MILLI, Millis
 
 _BLOCK_BYTES = 4096
 
@@ -11,9 +11,8 @@ _BLOCK_BYTES = 4096
 class SystemClock:
     """The operating system's clocks."""
 
-    def monotonic_ns(self) -> Nanos:
-        """Nanoseconds that never go back; meaningless between processes."""
-        return time.monotonic_ns()
+    monotonic_ns = staticmethod(time.monotonic_ns)  # a request reads it 26 times, so nothing is called in between
+    """Nanoseconds that never go back; meaningless between processes."""
 
     def wall_ms(self) -> Millis:
         """Milliseconds since the Unix epoch."""

@@ -117,6 +117,7 @@ class Telemetry:
         self._gauges = _Gauges()
         self.registry.register(self._gauges)
         self._ended: dict[tuple[str, str], _Ended] = {}
+        self._prediction_errors: dict[str, Histogram] = {}
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
@@ -153,14 +154,19 @@ class Telemetry:
             bound.goodput.inc()
         if isinstance(end, SettleRecord):
             bound.input.inc(end.input_tokens)
-            bound.cached_input.inc(end.cached_input_tokens)
+            if end.cached_input_tokens:
+                bound.cached_input.inc(end.cached_input_tokens)
             bound.output.inc(end.output_tokens)
             bound.tenant_cost.inc(end.cost_microusd)
-            bound.platform_cost.inc(end.platform_microusd)
+            if end.platform_microusd:
+                bound.platform_cost.inc(end.platform_microusd)
 
     def predicted(self, revision: str, error_ms: float) -> None:
         """A dispatched request waited this much longer than was predicted at the door, or shorter where negative."""
-        self.prediction_error.labels(revision).observe(error_ms / 1e3)
+        bound = self._prediction_errors.get(revision)
+        if bound is None:
+            bound = self._prediction_errors[revision] = self.prediction_error.labels(revision)
+        bound.observe(error_ms / 1e3)
 
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format."""

@@ -5,6 +5,7 @@ show.
 """
 
 from asyncio import TimerHandle
+from typing import TypeAlias
 
 import msgspec
 
@@ -20,6 +21,9 @@ from weir.core.routing.replica import Replica
 from weir.core.scheduling.orders import Cost, Ticket
 from weir.messages import Acquire, GenerationRecord, ended_record
 from weir.units import Millis, Nanos, Tokens
+
+_Running: TypeAlias = Dispatched | Streaming
+_Shown: TypeAlias = Admitted | Ended
 
 
 class Placement(msgspec.Struct):
@@ -92,7 +96,7 @@ class Execution(msgspec.Struct):
 
     def runs(self, attempt: int) -> bool:
         """Whether this attempt is the one under way: what is said of another one is late."""
-        return isinstance(self.state, Dispatched | Streaming) and self.state.attempt == attempt
+        return isinstance(self.state, _Running) and self.state.attempt == attempt
 
     def placement_of(self, attempt: int) -> Placement | None:
         """Where one of its attempts runs or ran."""
@@ -139,7 +143,7 @@ class Execution(msgspec.Struct):
 
 def _identity(execution: Execution) -> GenerationRecord:
     state = execution.state
-    assert isinstance(state, Admitted | Ended)
+    assert isinstance(state, _Shown)
     return GenerationRecord(
         generation_id=execution.acquire.generation_id,
         request_id=execution.id.request_id,

@@ -291,7 +291,7 @@ def _ended(reason: FinishReason) -> Ended:
 
 def is_terminal(state: RequestState) -> bool:
     """True for the states written in capitals: nothing follows them."""
-    return isinstance(state, Rejected | Completed | Cancelled | Expired | Failed)
+    return isinstance(state, Terminal)
 
 
 def public_status(state: Queued | Dispatched | Streaming | Ended) -> Status:

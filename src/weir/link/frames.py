@@ -31,6 +31,7 @@ FRAME_BYTES_MAX: Bytes = 4 * 1024 * 1024
 """Of one body. The largest message is a part of a snapshot; a batch is cut before it gets here."""
 
 _HEADER = struct.Struct(">IBQQQ")  # length of the body, kind, epoch, number, number received
+_HEADER_BYTES = _HEADER.size
 
 
 class Kind(IntEnum):
@@ -198,21 +199,32 @@ class FrameSplitter:
 
     def feed(self, piece: bytes) -> list[Frame]:
         """The frames that are complete. Raises LinkFault for what no peer of ours sends; then nothing more is to be fed."""
-        buffer = self._buffer
-        buffer += piece
+        kept = self._buffer
+        if not kept:  # mostly a piece is whole frames, which are cut from it as it came
+            frames, at = self._cut(piece)
+            if at < len(piece):
+                kept += piece[at:]
+            return frames
+        kept += piece
+        frames, at = self._cut(kept)
+        del kept[:at]
+        return frames
+
+    def _cut(self, data: bytes | bytearray) -> tuple[list[Frame], int]:
+        """The frames that are complete, and where they end."""
         frames: list[Frame] = []
         at = 0
-        while len(buffer) - at >= _HEADER.size:
-            length, kind, epoch, number, received = _HEADER.unpack_from(buffer, at)
+        while len(data) - at >= _HEADER_BYTES:
+            length, kind, epoch, number, received = _HEADER.unpack_from(data, at)
             if length > self.body_bytes_max or kind not in _KINDS:
                 raise errors.LinkFault("A frame has a header that no peer of this platform sends.")
-            end = at + _HEADER.size + length
-            if len(buffer) < end:
+            begin = at + _HEADER_BYTES
+            end = begin + length
+            if len(data) < end:
                 break
-            frames.append(Frame(_KINDS[kind], epoch, number, received, bytes(buffer[at + _HEADER.size : end])))
+            frames.append(Frame(_KINDS[kind], epoch, number, received, bytes(data[begin:end])))
             at = end
-        del buffer[:at]
-        return frames
+        return frames, at
 
 
 _KINDS = {kind.value: kind for kind in Kind}
