@@ -33,7 +33,10 @@ class PoolDomains:
     @property
     def waiting(self) -> int:
         """Requests that wait, of every class."""
-        return sum([len(domain.queue) for domain in self._domains.values()])
+        waiting = 0
+        for domain in self._domains.values():  # every request asks several times
+            waiting += len(domain.queue)
+        return waiting
 
     def waiting_beside(self, service_class: ServiceClass) -> int:
         """Requests of other classes that wait."""

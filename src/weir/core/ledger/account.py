@@ -132,10 +132,11 @@ class Account:
     def end(self, windows: tuple[str, ...], worst: Worst, spent_microusd: MicroDollars, spent_tokens: Tokens) -> None:
         """A hold ended: give it back and count what was spent."""
         self.in_flight -= 1
+        held_microusd, held_tokens = worst.cost_microusd, worst.tokens
         for window in windows:
             balance = self.windows[window]
-            balance.held_microusd -= worst.cost_microusd
-            balance.held_tokens -= worst.tokens
+            balance.held_microusd -= held_microusd
+            balance.held_tokens -= held_tokens
             balance.spent_microusd += spent_microusd
             balance.spent_tokens += spent_tokens
 

@@ -118,11 +118,12 @@ class PrefillTime:
     what was never measured, or not lately, drops nobody, so that a wrong estimate meets evidence.
     """
 
-    __slots__ = ("_last_ns", "_longest", "_n", "_x", "_xx", "_xy", "_y")
+    __slots__ = ("_last_ns", "_line", "_longest", "_n", "_x", "_xx", "_xy", "_y")
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = self._longest = 0.0
         self._last_ns: Nanos = 0
+        self._line: tuple[float, float, float] | None = None  # (mean input, mean time, slope); None: not known or out of date
 
     def observe(self, input_tokens: Tokens, took_ns: Nanos, now_ns: Nanos) -> None:
         """A dispatched request showed its first output after this long."""
@@ -134,18 +135,26 @@ class PrefillTime:
         self._xy = self._xy * _PREFILL_KEPT + x * y
         self._longest = max(self._longest * _PREFILL_KEPT, x)
         self._last_ns = now_ns
+        self._line = None
 
     def expected_ns(self, input_tokens: Tokens, now_ns: Nanos, idle_ns: Nanos = 0, token_ns: float = 0.0) -> Nanos:
         """How long this input is expected to take. On an idle replica, 0 while unknown: idle_ns in all, token_ns per token."""
         if not self._n:
             return idle_ns
-        mean_x, mean_y = self._x / self._n, self._y / self._n
-        spread = self._xx / self._n - mean_x * mean_x
-        slope = max(0.0, (self._xy / self._n - mean_x * mean_y) / spread) if spread > mean_x * _SPREAD_MIN else 0.0
+        if self._line is None:
+            self._line = self._fitted()
+        mean_x, mean_y, slope = self._line
         line_ns = mean_y + slope * (min(input_tokens, self._longest) - mean_x)
         line_ns += token_ns * max(0.0, input_tokens - self._longest)
         kept = 0.5 ** ((now_ns - self._last_ns) / _HALF_LIFE_NS)
         return int(max(0.0, line_ns) * kept + idle_ns * (1 - kept))
+
+    def _fitted(self) -> tuple[float, float, float]:
+        """The line through what was measured: kept, because every request asks several times."""
+        mean_x, mean_y = self._x / self._n, self._y / self._n
+        spread = self._xx / self._n - mean_x * mean_x
+        slope = max(0.0, (self._xy / self._n - mean_x * mean_y) / spread) if spread > mean_x * _SPREAD_MIN else 0.0
+        return mean_x, mean_y, slope
 
 
 class DecodeTime:
