@@ -43,8 +43,9 @@ async def recover(
     kept = [found for found in recovery.open_holds if keeps_open and found.hold.pool in snapshot.pools]
     _rebuild(book, recovery, kept, clock, snapshot)
     ends: list[LedgerRecord] = []
+    kept_ids = {found.hold.id for found in kept}
     for found in recovery.open_holds:
-        if found not in kept:
+        if found.hold.id not in kept_ids:
             price = snapshot.price_of(found.hold.revision, found.hold.price_version)
             ends.append(recovery_record(found, price, Stamp(journal.next_seq(), clock.wall_ms())))
     if ends:  # durable before the first question, so that nobody is told of a request that runs no more
