@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from tests.contract.link_stand import (
@@ -101,6 +102,28 @@ async def test_a_newer_coordinator_is_told_first(stand: LinkStand) -> None:
     assert (register.gateway, register.former, register.reattaches) == ("gateway-1", "gateway-1.1", True)
     assert (gateway.lost, gateway.renewed) == (0, 1)
     assert len(again.host.sessions) == 1
+
+
+async def test_old_and_new_gateways_side_by_side(stand: LinkStand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """During an upgrade a coordinator serves both versions; at the next one the new tells what it carries, the old lost it."""
+
+    def greeting(session: str, *said: str, **more: Any) -> frames.Hello:
+        newest = 1 if session.startswith("gateway-1.") else frames.NEWEST_VERSION
+        return frames.Hello(session, *said, newest_version=newest, **more)
+
+    monkeypatch.setattr(gateway_end, "Hello", greeting)
+    coordinator = await stand.coordinator()
+    old, new = stand.gateway(coordinator.path), stand.gateway(coordinator.path)
+    for gateway in (old, new):
+        await until_settled(gateway)
+    await coordinator.stop()
+    again = await stand.coordinator(epoch=2, path=coordinator.path)
+    for gateway in (old, new):
+        await until_settled(gateway, 2)
+    assert [(gateway.lost, gateway.renewed) for gateway in (old, new)] == [(1, 1), (0, 1)]
+    told = {found.register.gateway: found for found in again.host.sessions.values()}
+    assert [told[name].register.reattaches for name in ("gateway-1", "gateway-2")] == [False, True]
+    assert (told["gateway-1"].received, told["gateway-2"].received) == ([], [ReattachedAll()])
 
 
 async def test_a_dead_address_is_passed_over(stand: LinkStand) -> None:
