@@ -352,6 +352,10 @@ class LeaderLease(Protocol):
         """Let another one have it at once, if it is still this one's; it is not taken again. Raises LedgerUnavailable."""
         ...
 
+    async def is_awaited(self, holder: str) -> bool:
+        """Whether another one, that still lives, asked for it in vain since it last had it. Raises LedgerUnavailable."""
+        ...
+
     async def aclose(self) -> None: ...
 
 

@@ -92,6 +92,36 @@ async def test_one_holds_it_until_its_time_is_over(stand: AnyStand, opened: Open
     assert not await first.take("a", TTL_MS)
 
 
+async def test_who_waits_is_known_until_it_has_it(stand: AnyStand, opened: Open) -> None:
+    """Protects a handover: the holder learns that another one asks, again and again, and that nobody does any more."""
+    first, second = opened(), opened()
+    assert await first.take("a", TTL_MS)
+    assert not await first.is_awaited("a")
+    for _ in range(2):
+        assert not await second.take("b", TTL_MS)
+        assert await first.take("a", TTL_MS)
+        assert await first.is_awaited("a")
+    await first.give_back("a")
+    assert await second.take("b", TTL_MS)
+    assert not await second.is_awaited("b")
+    assert not await first.take("a", TTL_MS)
+    assert await second.is_awaited("b")
+
+
+async def test_who_waited_and_is_gone_waits_no_more() -> None:
+    """Protects a handover to nobody: what a standby said ends with its connection."""
+    stand = PostgresStand()
+    first, second = stand.open(), stand.open()
+    assert await first.take("a", TTL_MS) and not await second.take("b", TTL_MS)
+    await second.aclose()
+    for _ in range(1_000):
+        if not await first.is_awaited("a"):
+            break
+        await asyncio.sleep(0.01)  # the server ends a session in its own time
+    assert not await first.is_awaited("a")
+    await first.aclose()
+
+
 async def test_renewing_extends_it(stand: AnyStand, opened: Open) -> None:
     """Protects a living holder: each renewal counts from itself, and asking for what another one has extends nothing."""
     first, second = opened(), opened()

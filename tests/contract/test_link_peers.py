@@ -107,9 +107,9 @@ async def test_a_newer_coordinator_is_told_first(stand: LinkStand) -> None:
 async def test_old_and_new_gateways_side_by_side(stand: LinkStand, monkeypatch: pytest.MonkeyPatch) -> None:
     """During an upgrade a coordinator serves both versions; at the next one the new tells what it carries, the old lost it."""
 
-    def greeting(session: str, *said: str, **more: Any) -> frames.Hello:
+    def greeting(session: str, token: str, **more: Any) -> frames.Hello:
         newest = 1 if session.startswith("gateway-1.") else frames.NEWEST_VERSION
-        return frames.Hello(session, *said, newest_version=newest, **more)
+        return frames.Hello(session, token, newest_version=newest, **more)
 
     monkeypatch.setattr(gateway_end, "Hello", greeting)
     coordinator = await stand.coordinator()

@@ -93,6 +93,10 @@ class Reached:
         """As the lease."""
         await self._way.carry(lambda: self._lease.give_back(holder))
 
+    async def is_awaited(self, holder: str) -> bool:
+        """As the lease."""
+        return await self._way.carry(lambda: self._lease.is_awaited(holder))
+
     async def aclose(self) -> None:
         """The lease outlives its ways."""
 

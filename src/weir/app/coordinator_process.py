@@ -125,7 +125,7 @@ class CoordinatorProcess:
             upkeep = [*coordinating.start(tasks), tasks.create_task(self._watchdog.run()), tasks.create_task(desk.run())]
             serving = tasks.create_task(self._serve(end, tell_ready))
             await stop.wait()
-            await coordinating.drain()
+            await coordinating.finish()
             self._is_stopping = True
             for task in (serving, *upkeep):
                 task.cancel()

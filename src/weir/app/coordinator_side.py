@@ -124,6 +124,13 @@ class CoordinatorSide:
         pruning = Pruning(stores.ledger, self._parts.clock, self.epoch, kept, self._parts.telemetry.rolled_up.inc)
         return [tasks.create_task(pruning.run())]
 
+    async def finish(self) -> None:
+        """Leave what runs to the coordinator that stands by, which gateways find; without one, drain."""
+        if self._leadership is not None and await self._leadership.is_awaited():
+            self._parts.announce(f"handing {self._executions.in_flight} request(s) over to the coordinator that stands by")
+        else:
+            await self.drain()
+
     async def drain(self) -> None:
         """Admit nothing more, and end what is admitted: within the grace by itself, then as `shutdown`."""
         assert self.coordinator is not None

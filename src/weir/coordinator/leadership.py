@@ -69,6 +69,13 @@ class Leadership:
                 pause_s = max(0.0, _ASK_AGAIN_S - (self._clock.monotonic_ns() - asked_ns) / 1e9)
                 _log.warning("lease_not_renewed", leads=self.holds())
 
+    async def is_awaited(self) -> bool:
+        """Whether another one stands by; False where that cannot be asked."""
+        try:
+            return await self._lease.is_awaited(self._holder)
+        except errors.LedgerUnavailable:
+            return False
+
     async def give_back(self) -> None:
         """A standby may lead at once; if that cannot be said, it does when the time is over."""
         self._until_ns = self._clock.monotonic_ns()

@@ -15,12 +15,15 @@ class MemoryLeaderLease:
         self._clock = clock
         self._holder: str | None = None
         self._until_ns: Nanos = 0
+        self._waiting: set[str] = set()
 
     async def take(self, holder: str, ttl_ms: Millis, *, by_force: bool = False) -> bool:
         """Take or renew it for ttl_ms, if nobody else has it or by force; whether it is the holder's now."""
         now_ns = self._clock.monotonic_ns()
         if self._holder not in (None, holder) and now_ns < self._until_ns and not by_force:
+            self._waiting.add(holder)
             return False
+        self._waiting.discard(holder)
         self._holder, self._until_ns = holder, now_ns + ns_from_ms(ttl_ms)
         return True
 
@@ -28,6 +31,10 @@ class MemoryLeaderLease:
         """Let another one have it at once, if it is still this one's."""
         if self._holder == holder:
             self._holder = None
+
+    async def is_awaited(self, holder: str) -> bool:
+        """Whether another one asked for it in vain since it last had it; all that ever asked live."""
+        return bool(self._waiting - {holder})
 
     async def aclose(self) -> None:
         """Nothing to close: the others share it."""

@@ -31,6 +31,15 @@ WHERE lease.holder = $1 OR lease.until <= clock_timestamp() OR $3::boolean
 RETURNING true
 """
 _GIVE_BACK = "DELETE FROM leader_lease WHERE holder = $1"
+# Who waits holds a lock of its session, so that it ends with the process, whatever that one dies of.
+_WAIT = "SELECT pg_advisory_lock_shared(1466263922, 1)"
+_WAIT_NO_MORE = "SELECT pg_advisory_unlock_all()"
+_IS_AWAITED = """
+SELECT EXISTS (
+    SELECT FROM pg_locks WHERE locktype = 'advisory' AND classid = 1466263922 AND objid = 1 AND pid <> pg_backend_pid()
+    AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+)
+"""
 
 
 class PostgresLeaderLease:
@@ -44,6 +53,7 @@ class PostgresLeaderLease:
         self._operation_ms = operation_ms
         self._turn = asyncio.Lock()
         self._connection: Connection | None = None
+        self._waits = False  # on this connection
         self._closed = False
 
     async def take(self, holder: str, ttl_ms: Millis, *, by_force: bool = False) -> bool:
@@ -52,11 +62,20 @@ class PostgresLeaderLease:
         Raises LedgerUnavailable after ttl_ms / 3 at the latest; the lease may be the holder's all the same.
         """
         bound_ms = min(self._operation_ms, ttl_ms // _TRIES)
-        return await self._run(bound_ms, _TAKE, holder, ttl_ms, by_force) is not None
+        taken = await self._run(bound_ms, _TAKE, holder, ttl_ms, by_force) is not None
+        if taken is self._waits:
+            with suppress(errors.LedgerUnavailable):  # the connection is gone, and with it what it said
+                await self._run(bound_ms, _WAIT_NO_MORE if taken else _WAIT)
+                self._waits = not taken
+        return taken
 
     async def give_back(self, holder: str) -> None:
         """Let another one have it at once, if it is still this one's. Raises LedgerUnavailable."""
         await self._run(self._operation_ms, _GIVE_BACK, holder)
+
+    async def is_awaited(self, holder: str) -> bool:
+        """Whether another one that lives asked for it in vain. Raises LedgerUnavailable."""
+        return bool(await self._run(self._operation_ms, _IS_AWAITED))
 
     async def _run(self, bound_ms: Millis, statement: str, *arguments: object) -> object:
         """The first value that a statement answers, after those asked for earlier."""
@@ -73,6 +92,7 @@ class PostgresLeaderLease:
         connection, self._connection = self._connection, None
         if connection is None or connection.is_closed():
             connection = await connect(self._address, self._operation_ms, default_transaction_isolation=_ISOLATION)
+            self._waits = False
         try:
             answer: object = await connection.fetchval(statement, *arguments)
         except BaseException:
