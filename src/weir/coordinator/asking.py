@@ -1,8 +1,9 @@
-"""A gateway's request for a grant, as admission sees it."""
+"""A gateway's request for a grant, as admission sees it, and a refusal as its gateway does."""
 
+from weir import errors
 from weir.core.admission import Asked
 from weir.core.tenancy import Principal
-from weir.messages import Acquire
+from weir.messages import Acquire, GenerationRecord, Rejected, StandingView
 
 
 def question_of(acquire: Acquire, *, is_quarantined: bool) -> Asked:
@@ -19,4 +20,20 @@ def question_of(acquire: Acquire, *, is_quarantined: bool) -> Asked:
         choices=acquire.choices,
         deadline_ms=acquire.deadline_left_ms,
         is_quarantined=is_quarantined,
+    )
+
+
+def rejection_of(
+    asked: Acquire, refusal: errors.WeirError, standing: StandingView, generation: GenerationRecord | None
+) -> Rejected:
+    """What its gateway is told. generation: the bound execution behind a conflict."""
+    return Rejected(
+        ref=asked.ref,
+        code=refusal.code,
+        detail=refusal.detail,
+        members=dict(refusal.members),
+        standing=standing,
+        retry_after_ms=refusal.retry_after_ms,
+        should_retry=refusal.retry_advice,
+        generation=generation,
     )

@@ -19,7 +19,7 @@ from typing import Any
 
 from weir import errors
 from weir.config import CoordinatorConfig
-from weir.coordinator.asking import question_of
+from weir.coordinator.asking import question_of, rejection_of
 from weir.coordinator.blame import Blame, fingerprint_of
 from weir.coordinator.dispatcher import Dispatcher, Offer, Turns
 from weir.coordinator.domain import MakeOrder
@@ -30,6 +30,7 @@ from weir.coordinator.fleet import Fleet
 from weir.coordinator.journal import Journal
 from weir.coordinator.ledger_entries import Stamp, finish_of_lost, hold_record
 from weir.coordinator.queries import Queries
+from weir.coordinator.readiness import Readiness
 from weir.coordinator.rejections import RejectionCounter
 from weir.coordinator.sessions import LocalLink, Session
 from weir.coordinator.settler import Settler
@@ -61,7 +62,6 @@ from weir.messages import (
     Reattach,
     ReattachedAll,
     Register,
-    Rejected,
     SnapshotFresh,
     Stopped,
     StopRequest,
@@ -70,9 +70,10 @@ from weir.messages import (
 )
 from weir.ports import Clock, GatewayInbox, OpenHold
 from weir.telemetry import Telemetry
-from weir.units import Millis, Moment, Nanos, ceil_ms_from_ns, ms_from_ns, ns_from_ms
+from weir.units import Millis, Moment, ceil_ms_from_ns, ms_from_ns, ns_from_ms
 
-_LATE_RETRY_MS = 1_000
+_CONFIRMS_S = 5.0
+"""How long engines have to confirm that they stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,21 +120,7 @@ class Coordinator:
         self._blame = Blame(parts.clock, parts.fleet)
         turns = Turns(self._weight_of, parts.order)
         self._dispatcher = Dispatcher(parts.clock, parts.config, parts.fleet, parts.journal, self._settler, turns)
-        self._leads, self._is_lease_away = parts.leads, parts.is_lease_away
-        self._takeover = Takeover(
-            TakeoverParts(
-                clock=parts.clock,
-                fleet=parts.fleet,
-                executions=parts.executions,
-                sessions=self._sessions,
-                dispatcher=self._dispatcher,
-                standing=self._queries.standing,
-                finish=self._on_finish,
-                lose=self.lose,
-                start=self._start,
-                lease_ms=parts.lease_ms,
-            )
-        )
+        self._takeover = self._compose_takeover(parts)
         self._dispatcher.may_grant = self._may_grant
         self._store_watch = StoreWatch(
             parts.clock,
@@ -143,10 +130,8 @@ class Coordinator:
             self._settler,
             self._ask_to_stop,
         )
+        self._readiness = Readiness(parts.clock, self._store_watch, parts.leads, parts.is_lease_away)
         self._tasks: asyncio.TaskGroup | None = None
-        self._draining = False
-        self._closed = False
-        self._fresh_until_ns: Nanos | None = None
         self._receivers: dict[type, Callable[[Session, Any], None]] = {
             Acquire: self._on_acquire,
             Progress: self._on_progress,
@@ -164,6 +149,21 @@ class Coordinator:
         if parts.kept:
             self._settler.idle.clear()
 
+    def _compose_takeover(self, parts: CoordinatorParts) -> Takeover:
+        found = TakeoverParts(
+            clock=parts.clock,
+            fleet=parts.fleet,
+            executions=parts.executions,
+            sessions=self._sessions,
+            dispatcher=self._dispatcher,
+            standing=self._queries.standing,
+            finish=self._on_finish,
+            lose=self.lose,
+            start=self._start,
+            lease_ms=parts.lease_ms,
+        )
+        return Takeover(found)
+
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> None:
@@ -177,31 +177,25 @@ class Coordinator:
                 for task in loops:
                     task.cancel()
         finally:
-            self._closed = True  # also after a failure: nothing is started any more, and nothing admitted
+            self._readiness.is_closed = True  # also after a failure: nothing is started any more, and nothing admitted
             self._takeover.close()
         await self._rejections.flush()
 
     def close(self) -> None:
         """Let `run` return once the journal is empty."""
-        self._closed = True
+        self._readiness.is_closed = True
         self._journal.close()
 
     async def drain(self, grace_ms: int) -> None:
         """Refuse new work, let what is admitted finish within the grace, then end the rest as `shutdown`."""
-        self._draining = True
+        self._readiness.is_draining = True
         self._sessions.tell_all(Draining())
-        try:
-            await asyncio.wait_for(self._settler.idle.wait(), grace_ms / 1e3)
-        except TimeoutError:
-            for execution in self._executions.live:
-                self._ask_to_stop(execution, FinishReason.SHUTDOWN)
-            await self._wait_for_idle_after_stop()
-
-    async def _wait_for_idle_after_stop(self) -> None:
-        try:
-            await asyncio.wait_for(self._settler.idle.wait(), self._config.store_wait_ms / 1e3 + 5)
-        except TimeoutError:
-            return  # an engine does not confirm, or the store is away: recovery resolves what is left
+        if await self._settler.is_idle_within(grace_ms / 1e3):
+            return
+        for execution in self._executions.live:
+            self._ask_to_stop(execution, FinishReason.SHUTDOWN)
+        # If an engine does not confirm, or the store is away, recovery resolves what is left.
+        await self._settler.is_idle_within(self._config.store_wait_ms / 1e3 + _CONFIRMS_S)
 
     def queued_in(self, pool: str) -> int:
         """Admitted requests that wait in a pool's domain."""
@@ -222,7 +216,7 @@ class Coordinator:
         if (fresh_ms := self.fresh_ms) is not None:
             inbox.deliver(SnapshotFresh(fresh_ms))
         inbox.deliver(FleetView(self._fleet.ready_addresses()))
-        if self._draining:
+        if self._readiness.is_draining:
             inbox.deliver(Draining())
         return LocalLink(self.receive, session)
 
@@ -261,15 +255,13 @@ class Coordinator:
 
     def renew(self, valid_ms: Millis) -> None:
         """The snapshot was checked against the store: it may be worked by for so long; never renewed, for ever."""
-        self._fresh_until_ns = self._clock.monotonic_ns() + ns_from_ms(valid_ms)
+        self._readiness.renew(valid_ms)
         self._sessions.tell_all(SnapshotFresh(valid_ms))
 
     @property
     def fresh_ms(self) -> Millis | None:
         """For how long the snapshot may still be worked by, ≥ 0; None: no bound was told."""
-        if self._fresh_until_ns is None:
-            return None
-        return max(0, ms_from_ns(self._fresh_until_ns - self._clock.monotonic_ns()))
+        return self._readiness.fresh_ms
 
     def leads_again(self) -> None:
         """It may grant again: what waited meanwhile starts."""
@@ -284,10 +276,9 @@ class Coordinator:
 
     def _on_acquire(self, session: Session, asked: Acquire) -> None:
         if self._takeover.is_recovering:
-            session.asking.add(asked.ref)
-            self._takeover.when_active(partial(self._acquire_again, session, asked, self._clock.monotonic_ns()))
+            self._takeover.defer(session, asked, self._on_acquire)
             return
-        if (refusal := self._refusal_of_state()) is not None:
+        if (refusal := self._readiness.refusal()) is not None:
             self._reject(session, asked, refusal)
             return
         known = self._executions.get(asked.tenant, asked.request_id)
@@ -296,12 +287,6 @@ class Coordinator:
             return
         session.asking.add(asked.ref)  # the id may be bound by an execution that only the store remembers
         self._start(self._admit_after_lookup(session, asked))
-
-    def _acquire_again(self, session: Session, asked: Acquire, since_ns: Nanos) -> None:
-        """It was asked while gateways told what they carry."""
-        if session.is_open and asked.ref in session.asking:
-            session.asking.discard(asked.ref)
-            self._on_acquire(session, later(asked, ceil_ms_from_ns(self._clock.monotonic_ns() - since_ns)))
 
     async def _admit_after_lookup(self, session: Session, asked: Acquire) -> None:
         bound: Bound | None = None
@@ -323,7 +308,7 @@ class Coordinator:
 
     def _admit(self, session: Session, asked: Acquire, bound: Bound | None, stored: GenerationRecord | None = None) -> None:
         session.asking.discard(asked.ref)
-        if (refusal := self._refusal_of_state()) is not None:  # again: a look-up takes a while
+        if (refusal := self._readiness.refusal()) is not None:  # again: a look-up takes a while
             self._reject(session, asked, refusal)
             return
         try:
@@ -357,18 +342,6 @@ class Coordinator:
         )
         workload = self._snapshot.workload_class(asked.workload_class)
         return self._dispatcher.offer([self._fleet.pool(pool.name) for pool in pools], asked, revision, workload)
-
-    def _refusal_of_state(self) -> errors.WeirError | None:
-        if self._draining or self._closed:
-            return errors.Draining("The platform is draining.", retry_after_ms=_LATE_RETRY_MS)
-        if self.fresh_ms == 0:
-            detail = "The approved configuration could not be checked for too long."
-            return errors.SnapshotExpired(detail, retry_after_ms=_LATE_RETRY_MS)
-        if self._store_watch.is_late or (not self._leads() and self._is_lease_away()):
-            return errors.LedgerUnavailable("The ledger cannot be written now.")
-        if not self._leads():
-            return errors.CoordinatorLost("Another coordinator takes over.", retry_after_ms=_LATE_RETRY_MS)
-        return None
 
     def _take(self, session: Session, asked: Acquire, admit: Admit, offer: Offer) -> None:
         now_ns = self._clock.monotonic_ns()
@@ -425,18 +398,8 @@ class Coordinator:
         if isinstance(refusal, errors.RequestInFlight | errors.OutputNotRetained):
             known = self._executions.get(asked.tenant, asked.request_id)
             generation = known.public() if known else stored
-        session.inbox.deliver(
-            Rejected(
-                ref=asked.ref,
-                code=refusal.code,
-                detail=refusal.detail,
-                members=dict(refusal.members),
-                standing=self._queries.standing(scopes_of(asked.tenant, asked.application, asked.key, asked.alias)),
-                retry_after_ms=refusal.retry_after_ms,
-                should_retry=refusal.retry_advice,
-                generation=generation,
-            )
-        )
+        standing = self._queries.standing(scopes_of(asked.tenant, asked.application, asked.key, asked.alias))
+        session.inbox.deliver(rejection_of(asked, refusal, standing, generation))
 
     # ── progress and ends ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -524,11 +487,11 @@ class Coordinator:
         return self._snapshot.tenants[tenant].weight
 
     def _may_grant(self) -> bool:
-        return self._leads() and not self._takeover.is_recovering
+        return self._readiness.leads() and not self._takeover.is_recovering
 
     def _start(self, work: Coroutine[Any, Any, None]) -> bool:
         """Run a task of the coordinator's; False once it is closed."""
-        if self._closed or self._tasks is None:
+        if self._readiness.is_closed or self._tasks is None:
             work.close()
             return False
         self._tasks.create_task(work)

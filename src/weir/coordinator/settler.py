@@ -51,6 +51,14 @@ class Settler:
         self.idle = asyncio.Event()
         self.idle.set()
 
+    async def is_idle_within(self, bound_s: float) -> bool:
+        """Whether nothing is live any more, as soon as that is so, or after the bound."""
+        try:
+            await asyncio.wait_for(self.idle.wait(), bound_s)
+        except TimeoutError:
+            return False
+        return True
+
     def lose(self, execution: Execution, finish: Finish) -> None:
         """An attempt failed and is retried: nothing ends, and what it used is the platform's whatever follows."""
         execution.lost, _ = sane_usage(finish.usage)

@@ -46,9 +46,10 @@ from weir.messages import (
     Stopped,
     StopRequest,
     gateway_of,
+    later,
 )
 from weir.ports import Clock, OpenHold
-from weir.units import Millis, Moment, Tokens, ns_from_ms
+from weir.units import Millis, Moment, Tokens, ceil_ms_from_ns, ns_from_ms
 
 RECOVERING_S = 1.0
 """How long gateways that carried something, and replicas, are waited for before anything else is decided."""
@@ -145,9 +146,17 @@ class Takeover:
             timer.cancel()
         self._timers.clear()
 
-    def when_active(self, work: Callable[[], None]) -> None:
-        """Do this once it is not recovering any more."""
-        self._deferred.append(work)
+    def defer(self, session: Session, asked: Acquire, decide: Callable[[Session, Acquire], None]) -> None:
+        """Decide about this once it is not recovering any more, unless its client leaves before."""
+        session.asking.add(asked.ref)
+        since_ns = self._parts.clock.monotonic_ns()
+
+        def decide_now() -> None:
+            if session.is_open and asked.ref in session.asking:
+                session.asking.discard(asked.ref)
+                decide(session, later(asked, ceil_ms_from_ns(self._parts.clock.monotonic_ns() - since_ns)))
+
+        self._deferred.append(decide_now)
 
     def _become_active(self) -> None:
         if not self._former:

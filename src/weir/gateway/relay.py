@@ -25,6 +25,7 @@ from weir.core.routing.retry import is_retryable
 from weir.gateway.attempt import Attempt
 from weir.gateway.client import Answer
 from weir.gateway.planning import Plan
+from weir.gateway.signal import Signal
 from weir.messages import (
     Acquire,
     Admitted,
@@ -91,32 +92,6 @@ class RelayParts:
     is_heard: Callable[[], bool]
 
 
-class _Signal:
-    """Wakes the one coroutine that waits. An asyncio.Event asks for the loop at each wait: in Python 3.11 a system call."""
-
-    __slots__ = ("_loop", "_waiter")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._waiter: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        """Wake the waiter, if there is one."""
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    async def wait(self) -> None:
-        """Until the next `set`."""
-        assert self._waiter is None
-        waiter = self._waiter = self._loop.create_future()
-        try:
-            await waiter
-        finally:
-            if self._waiter is waiter:
-                self._waiter = None
-
-
 class Relay:
     """Engine sink, coordinator's listener and client's watcher of one request."""
 
@@ -127,7 +102,7 @@ class Relay:
         self._client = answer.client
         self._streamed = plan.request.stream
         self._attempt = Attempt(plan, parts.step_tokens)
-        self._changed = _Signal(parts.loop)
+        self._changed = Signal(parts.loop)
         self._opened = False
         self._cause: FinishReason | None = None
         self._first_written_ns: Nanos | None = None
@@ -225,11 +200,9 @@ class Relay:
                 if message.attempt == self._attempt.number:
                     self._book(message.delivered_max)
                 return  # on the hot path: nobody waits for a step but the stream itself
-            case Ended():
+            case Ended() | EndBooked() | EndUnbooked():
                 self._end(message.record)
-            case EndBooked() | EndUnbooked():
-                self._end(message.record)
-                self.end_booked = True
+                self.end_booked |= not isinstance(message, Ended)
             case StopRequest():
                 self.stop(message.reason)
             case Reattached():
