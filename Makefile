@@ -159,7 +159,7 @@ bench-ledger: postgres setup bench-programs ## Lifecycles a second and CPU of bo
 	@$(BIN)/python -m benchmarks.ledger $(ARGS)
 
 .PHONY: bench-coordinator
-bench-coordinator: setup ## CPU of one coordinator per request, with 1, 2 and 4 gateways
+bench-coordinator: postgres setup ## CPU of one coordinator per request, with 1, 2 and 4 gateways
 	@$(BIN)/python -m benchmarks.coordinator
 
 .PHONY: bench-decisions

@@ -1,9 +1,10 @@
 """What one coordinator costs per request with 1, 2 and 4 gateways. Run by `make bench-coordinator`.
 
 The coordinator is whole (admission with limits in six scopes, fair queue, placement on 64 replicas, ledger on the disk, links)
-and alone in its process, whose CPU time is read from the system. The gateways are processes that speak the link's protocol and
-do nothing else: each asks at a steady rate, shows a first output at once, finishes and says that its engine stopped. Whole
-answers, so that each request waits for two durable records; between a request and its end lie two groups of the journal.
+and alone in its process, whose CPU time is read from the system: with SQLite that executes the statements too, with PostgreSQL
+the server does, which is not counted. The gateways are processes that speak the link's protocol and do nothing else: each asks
+at a steady rate, shows a first output at once, finishes and says that its engine stopped. Whole answers, so that each request
+waits for two durable records; between a request and its end lie two groups of the journal.
 """
 
 import asyncio
@@ -12,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -21,6 +23,7 @@ import msgspec
 import uvloop
 from rich.console import Console
 from rich.table import Table
+from tests.postgres_server import PostgresServer
 
 from benchmarks.programs import BUILD, ROOT
 from weir.app.link_sockets import address_of
@@ -52,7 +55,9 @@ from weir.messages import (
     ReplicaAddress,
     Stopped,
 )
+from weir.ports import LedgerStore
 from weir.storage.database import open_sqlite
+from weir.storage.postgres_ledger import PostgresLedger
 from weir.telemetry import Telemetry, configure_logs
 
 GATEWAYS = (1, 2, 4)
@@ -78,10 +83,10 @@ def _snapshot() -> Snapshot:
     )
 
 
-async def serve(folder: Path) -> None:
-    """The coordinator, until its input closes."""
+async def serve(folder: Path, database: str) -> None:
+    """The coordinator, until its input closes. database: URL of a PostgreSQL one; empty for SQLite."""
     clock, config, snapshot = SystemClock(), CoordinatorConfig(), _snapshot()
-    store, _ = open_sqlite(folder / "weir.sqlite3")
+    store: LedgerStore = PostgresLedger(database) if database else open_sqlite(folder / "weir.sqlite3")[0]
     recovered = await recover(store, clock, snapshot, config.group_ms)
     fleet, telemetry = Fleet(clock), Telemetry()
     executions = ExecutionTable(store, config.remembered_executions, config.request_id_ms, config.store_wait_ms)
@@ -213,12 +218,15 @@ class Measured:
     granted_ms: float
 
 
-def measure(gateways: int, rate: int) -> Measured:
-    """Some seconds at a rate in all. CPU is divided by what ended, not by the rate: a busy machine may fall behind it."""
+def measure(gateways: int, rate: int, database: str) -> Measured:
+    """Some seconds at a rate in all. database: URL of a PostgreSQL one; empty for SQLite.
+
+    CPU is divided by what ended, not by the rate: a busy machine may fall behind it.
+    """
     BUILD.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUILD, prefix="c") as name:
         folder = Path(name)
-        with _start("serve", folder) as server:
+        with _start("serve", folder, database) as server:
             assert server.stdout is not None and server.stdin is not None
             assert server.stdout.readline() == "ready\n"
             used_s = _cpu_s(server.pid)
@@ -238,25 +246,24 @@ def main(arguments: Sequence[str]) -> int:
         configure_logs()
         role, folder, *rest = arguments
         work: dict[str, Callable[[], object]] = {
-            "serve": lambda: uvloop.run(serve(Path(folder))),
+            "serve": lambda: uvloop.run(serve(Path(folder), rest[0])),
             "play": lambda: uvloop.run(play(Path(folder), float(rest[0]), int(rest[1]))),
         }
         work[role]()
         return 0
-    table = Table(title="One coordinator, ledger on SQLite: CPU of its process per request, all in")
-    for title in ("gateways", "requests/s", "CPU µs a request", "grant after, ms p50"):
+    table = Table(title="One coordinator: CPU of its process per request, all in")
+    for title in ("ledger", "gateways", "requests/s", "CPU µs a request", "grant after, ms p50"):
         table.add_column(title, justify="right")
-    for gateways, rate in _rows():
-        found = measure(gateways, rate)
-        table.add_row(str(gateways), f"{found.per_s:,.0f}", f"{found.cpu_us:.0f}", f"{found.granted_ms:.2f}")
+    server = PostgresServer(fsync="on")
+    server.start()
+    try:
+        for ledger, gateways, rate in product(("SQLite", "PostgreSQL"), GATEWAYS, RATES):
+            found = measure(gateways, rate, server.migrated_database() if ledger == "PostgreSQL" else "")
+            table.add_row(ledger, str(gateways), f"{found.per_s:,.0f}", f"{found.cpu_us:.0f}", f"{found.granted_ms:.2f}")
+    finally:
+        server.remove()
     Console().print(table)
     return 0
-
-
-def _rows() -> Iterator[tuple[int, int]]:
-    for rate in RATES:
-        for gateways in GATEWAYS:
-            yield gateways, rate
 
 
 if __name__ == "__main__":
