@@ -118,7 +118,7 @@ class Coordinator:
         self._sessions = WatchedSessions(self.timelines)
         self._settler = Settler(parts.clock, parts.book, parts.journal, parts.executions, self._sessions, parts.telemetry)
         self._blame = Blame(parts.clock, parts.fleet)
-        turns = Turns(self._weight_of, parts.order)
+        turns = Turns(lambda tenant: self._snapshot.tenants[tenant].weight, parts.order)
         self._dispatcher = Dispatcher(parts.clock, parts.config, parts.fleet, parts.journal, self._settler, turns)
         self._takeover = self._compose_takeover(parts)
         self._dispatcher.may_grant = self._may_grant
@@ -148,6 +148,7 @@ class Coordinator:
             self._takeover.restore(parts.kept, snapshot)
         if parts.kept:
             self._settler.idle.clear()
+            self._stop_what_is_revoked()
 
     def _compose_takeover(self, parts: CoordinatorParts) -> Takeover:
         found = TakeoverParts(
@@ -246,12 +247,15 @@ class Coordinator:
         """Put a newer approved configuration in force, here and in every session; work of what is revoked is cancelled."""
         self._snapshot = snapshot
         self._book.configure(snapshot.limits, snapshot.zones(), self._clock.monotonic_ns())
+        self._stop_what_is_revoked()
+        self._sessions.tell_all(snapshot)
+
+    def _stop_what_is_revoked(self) -> None:
         for execution in self._executions.live:
             asked = execution.acquire
-            revision = snapshot.revisions.get(asked.revision)
-            if snapshot.is_revoked(asked.tenant, asked.application, asked.key) or (revision and revision.revoked):
+            revision = self._snapshot.revisions.get(asked.revision)
+            if self._snapshot.is_revoked(asked.tenant, asked.application, asked.key) or (revision and revision.revoked):
                 self._ask_to_stop(execution, FinishReason.REVOKED)
-        self._sessions.tell_all(snapshot)
 
     def renew(self, valid_ms: Millis) -> None:
         """The snapshot was checked against the store: it may be worked by for so long; never renewed, for ever."""
@@ -482,9 +486,6 @@ class Coordinator:
 
     def _now(self) -> Moment:
         return Moment(self._clock.monotonic_ns(), self._clock.wall_ms())
-
-    def _weight_of(self, tenant: str) -> int:
-        return self._snapshot.tenants[tenant].weight
 
     def _may_grant(self) -> bool:
         return self._readiness.leads() and not self._takeover.is_recovering

@@ -5,6 +5,8 @@ Nothing here counts or holds: the book, the lanes and the queues are the coordin
 
 from dataclasses import replace
 
+import msgspec
+
 from weir.coordinator.execution import Execution, Placement
 from weir.core.admission import Admit
 from weir.core.ledger.records import HoldRecord
@@ -88,6 +90,20 @@ def _asked(hold: HoldRecord, ref: int, now: Moment) -> Acquire:
     )
 
 
+def as_told(stored: Acquire, told: Acquire) -> Acquire:
+    """The question with what only its gateway knows; whose it is and what it may cost stays as it was written down."""
+    return msgspec.structs.replace(
+        stored,
+        ref=told.ref,
+        request_id_given=told.request_id_given,
+        input_bytes=told.input_bytes,
+        deadline_left_ms=told.deadline_left_ms,
+        waited_ns=max(0, told.waited_ns),
+        session_key=told.session_key,
+        prefix=told.prefix,
+    )
+
+
 def unknown_replica(name: str, pool: str) -> Replica:
     """Stands for a replica that no supervisor has named so far: it has no lanes that anybody could be given."""
     return Replica(name, pool, ReplicaLimits(1))
@@ -135,4 +151,4 @@ def resume(execution: Execution, told: Reattach, attempt: int, delivered_max: To
 def placement_of(run: Run, pool: str, now_ns: Nanos) -> Placement:
     """Where a gateway says that an attempt runs, on a lane that it does not have yet."""
     replica = unknown_replica(run.replica.name, pool)
-    return Placement(replica, None, run.attempt, now_ns - run.since_ns, has_output=run.has_output)
+    return Placement(replica, None, run.attempt, now_ns - max(0, run.since_ns), has_output=run.has_output)

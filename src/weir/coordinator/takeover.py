@@ -23,10 +23,11 @@ from weir.coordinator.execution import Execution, Placement
 from weir.coordinator.execution_table import ExecutionTable
 from weir.coordinator.explain import WatchedSessions
 from weir.coordinator.fleet import Fleet
-from weir.coordinator.restoring import restored, resume, wait
+from weir.coordinator.restoring import as_told, restored, resume, wait
 from weir.coordinator.sessions import NOBODY, Session
 from weir.coordinator.strays import Strays
 from weir.core.registry.snapshot import Snapshot
+from weir.core.request import ATTEMPTS_MAX
 from weir.core.routing.replica import Replica
 from weir.core.tenancy import Scopes
 from weir.messages import (
@@ -100,7 +101,7 @@ class Takeover:
         self._parts = parts
         self._kept: dict[str, _Kept] = {}  # by generation id
         self._former: dict[str, set[str]] = {}  # names of sessions that nobody has, by gateway
-        self._unplaced: list[_Unplaced] = []
+        self._unplaced: dict[int, _Unplaced] = {}  # by the identity of the placement
         self._strays = Strays(parts.clock, parts.fleet)
         self._deferred: deque[Callable[[], None]] = deque()
         self._timers: list[asyncio.TimerHandle] = []
@@ -162,7 +163,7 @@ class Takeover:
         if not self._former:
             self.close()
         self.is_recovering = False
-        for each in list(self._unplaced):  # of gateways that were not heard: whichever lane is left
+        for each in list(self._unplaced.values()):  # of gateways that were not heard: whichever lane is left
             self._try_to_place(each)
         self._parts.dispatcher.schedule()
         while self._deferred:
@@ -199,7 +200,10 @@ class Takeover:
         self._lose_former(gateway_of(session.name))
 
     def on_reattach(self, session: Session, told: Reattach) -> None:
-        """A gateway carries this request."""
+        """A gateway carries this request. Raises LinkFault for what no gateway of ours tells."""
+        _check(told)
+        if told.acquire.ref in session.by_ref:
+            return  # it was told before
         kept = self._kept.get(told.acquire.generation_id)
         if kept is not None and kept.execution.acquire.body_digest == told.acquire.body_digest:
             del self._kept[told.acquire.generation_id]
@@ -210,7 +214,8 @@ class Takeover:
             session.inbox.deliver(NotHeld(told.acquire.ref, is_known=False))
 
     def _take_over(self, session: Session, told: Reattach, kept: _Kept) -> None:
-        execution, asked = kept.execution, told.acquire
+        execution = kept.execution
+        asked = as_told(execution.acquire, told.acquire)
         former = self._parts.sessions.find(execution.session)
         if former is not None:
             former.by_ref.pop(execution.acquire.ref, None)
@@ -261,7 +266,7 @@ class Takeover:
         is_booked = kept.attempt == run.attempt
         if is_booked:
             session.inbox.deliver(DeliveryBooked(execution.acquire.ref, run.attempt, kept.delivered_max))
-        wanted = min(run.delivered_max, execution.admit.worst.output_tokens)
+        wanted = max(0, min(run.delivered_max, execution.admit.worst.output_tokens))
         if not is_booked or wanted > kept.delivered_max:
             dispatcher.append_step(execution, wanted)
 
@@ -293,9 +298,8 @@ class Takeover:
 
     def stopped(self, placement: Placement) -> None:
         """Nothing of this attempt runs any more."""
-        if placement.is_unplaced:
-            placement.is_unplaced = False
-            self._unplaced = [each for each in self._unplaced if each.placement is not placement]
+        placement.is_unplaced = False
+        self._unplaced.pop(id(placement), None)
 
     def _place(self, execution: Execution, told: Reattach) -> None:
         """What its gateway says to run gets its lanes."""
@@ -306,7 +310,7 @@ class Takeover:
 
     def _has_to_be_placed(self, found: _Unplaced) -> None:
         found.placement.is_unplaced = True
-        self._unplaced.append(found)
+        self._unplaced[id(found.placement)] = found
         self._try_to_place(found)
 
     def _leave_place(self, execution: Execution) -> None:
@@ -323,8 +327,9 @@ class Takeover:
     def _replica_is_known(self, replica: Replica, address: ReplicaAddress) -> None:
         """A supervisor named it: what runs there takes its lanes before anything else can."""
         self._strays.look_for_replicas()
-        for each in list(self._unplaced):
-            self._try_to_place(each)
+        for each in list(self._unplaced.values()):
+            if each.url == address.url or each.placement.replica.name == address.name:
+                self._try_to_place(each)
 
     def _try_to_place(self, found: _Unplaced) -> None:
         """Lanes that gateways name come first: until they were heard, those of others are left open."""
@@ -335,3 +340,12 @@ class Takeover:
         if replica is not None:
             self.stopped(placement)
             self._parts.dispatcher.resume(execution, placement, replica, found.lane)
+
+
+def _check(told: Reattach) -> None:
+    """Raises LinkFault for attempts that there cannot be."""
+    run, earlier = told.run, told.earlier
+    is_first = run is not None and run.attempt == 1 and earlier is None
+    is_second = run is not None and run.attempt == ATTEMPTS_MAX and (earlier is None or earlier.attempt == 1)
+    if not (is_first or is_second or (run is None and earlier is None)):
+        raise errors.LinkFault("A gateway told of an attempt that there cannot be.")
