@@ -11,7 +11,7 @@ else, what it carries: `reattach` for each request, then `reattached_all`. What 
 The tenant's concurrency returns at the terminal status; the replica's lane returns at `stopped`.
 """
 
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -20,8 +20,15 @@ from weir.core.ledger.records import EndRecord, SettleRecord, Timing
 from weir.core.metering import Basis, InputBasis
 from weir.core.registry.model import EngineKind
 from weir.core.registry.snapshot import Snapshot
+from weir.core.request import ATTEMPTS_MAX, DEADLINE_MS_MAX
 from weir.core.tenancy import ServiceClass
-from weir.units import Bytes, MicroDollars, Millis, Nanos, Tokens, ns_from_ms
+from weir.units import MicroDollars, Millis, Tokens, ns_from_ms
+
+TOKENS_MAX: Tokens = 2**31 - 1
+"""More than any context window has."""
+CHOICES_MAX = 1_000
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+TokenCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=TOKENS_MAX)]
 
 
 class ReplicaPace(msgspec.Struct, frozen=True):
@@ -98,13 +105,13 @@ class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
     revision: str
     surface: str
     stream: bool
-    input_tokens: Tokens
+    input_tokens: TokenCount
     input_basis: InputBasis
-    input_bytes: Bytes
-    max_output_tokens: Tokens
-    choices: int
-    deadline_left_ms: Millis
-    waited_ns: Nanos
+    input_bytes: Count
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=TOKENS_MAX)]
+    choices: Annotated[int, msgspec.Meta(ge=1, le=CHOICES_MAX)]
+    deadline_left_ms: Annotated[int, msgspec.Meta(le=DEADLINE_MS_MAX)]
+    waited_ns: Count
     session_key: str | None = None
     prefix: tuple[bytes, ...] = ()
 
@@ -172,11 +179,11 @@ class Run(msgspec.Struct, frozen=True):
     delivered_max: asked for so far. is_stopped: the engine runs nothing of it any more.
     """
 
-    attempt: int
+    attempt: Annotated[int, msgspec.Meta(ge=1, le=ATTEMPTS_MAX)]
     replica: ReplicaAddress
-    lane: int
-    since_ns: Nanos
-    delivered_max: Tokens
+    lane: Count
+    since_ns: Count
+    delivered_max: TokenCount
     has_output: bool = False
     first_output: bool = False
     is_stopped: bool = False
@@ -185,15 +192,17 @@ class Run(msgspec.Struct, frozen=True):
 class Reattach(msgspec.Struct, frozen=True, tag="reattach"):
     """A request that another coordinator decided about, or was asked to. acquire: as it would be asked for now.
 
-    run: its last attempt, None where nothing was granted; earlier: the one before, if its engine has not confirmed its stop.
-    finish: what was reported and is not answered. Answered by `reattached` where its hold is open, by `end_booked` where it has
-    ended, else by `not_held`; in these cases `stopped` follows of what runs all the same.
+    run: its last attempt, None where nothing was granted; earlier: the one before, and lost: what that one used. finish: what
+    was reported and is not answered; is_ended: the former coordinator ended it so, and it was told. Answered by `reattached`
+    where its hold is open, by `end_booked` where it has ended, else by `not_held`; then `stopped` follows of what still runs.
     """
 
     acquire: Acquire
     run: Run | None = None
     earlier: Run | None = None
+    lost: AttemptUsage | None = None
     finish: Finish | None = None
+    is_ended: bool = False
 
 
 class ReattachedAll(msgspec.Struct, frozen=True, tag="reattached_all"):

@@ -15,6 +15,7 @@ from weir.core.ledger.records import Timing
 from weir.core.metering import Basis, InputBasis, Price
 from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES, Alias, EngineKind, Pool, Revision
 from weir.core.registry.snapshot_parts import SnapshotPart
+from weir.core.request import DEADLINE_MS_MAX
 from weir.core.tenancy import ApiKey, Application, ServiceClass, Tenant
 from weir.core.windows import FormerZone
 from weir.link import frames
@@ -37,6 +38,8 @@ from weir.link.frames import (
     frame,
 )
 from weir.messages import (
+    CHOICES_MAX,
+    TOKENS_MAX,
     Acquire,
     Admitted,
     AskStanding,
@@ -179,12 +182,12 @@ _ACQUIRE = Acquire(
     revision=_TEXT,
     surface=_TEXT,
     stream=True,
-    input_tokens=INT64_MAX,
+    input_tokens=TOKENS_MAX,
     input_basis=InputBasis.UPPER_BOUND,
     input_bytes=INT64_MAX,
-    max_output_tokens=INT64_MAX,
-    choices=INT64_MAX,
-    deadline_left_ms=INT64_MAX,
+    max_output_tokens=TOKENS_MAX,
+    choices=CHOICES_MAX,
+    deadline_left_ms=DEADLINE_MS_MAX,
     waited_ns=INT64_MAX,
     session_key=_TEXT,
     prefix=(_BYTES, b""),
@@ -197,7 +200,7 @@ _UP: list[Up] = [
     Progress(1, 2, True, INT64_MAX, True),
     _FINISH,
     Stopped(1, 2, 0.1, False),
-    Reattach(_ACQUIRE, _RUN, _RUN, _FINISH),
+    Reattach(_ACQUIRE, _RUN, _RUN, AttemptUsage(1, 2, 3, Basis.ENGINE), _FINISH, True),
     ReattachedAll(),
     CancelById(1, _TEXT, _TEXT),
     Lookup(1, _TEXT, _TEXT),

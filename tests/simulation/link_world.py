@@ -269,7 +269,7 @@ class LinkWorld:
         assert asked.was_cut or asked.done_s is not None, f"{name} hangs"
         assert answer.is_over or asked.client.is_lost, f"{name} got no answer"
         calls = [call for call in self.engine.calls if call.prompt == asked.prompt]
-        assert len(calls) <= 2 + self.takeovers
+        assert len(calls) <= 2 * (1 + self.takeovers)
         end = self.durable_end(asked)
         if asked.generation is None:
             assert not asked.tokens

@@ -69,6 +69,7 @@ class Scene:
             salt_of=lambda plan: "salt",
             spawn=self._spawn,
             reopen=lambda ref: ref,
+            settled=lambda ref: None,
             is_heard=lambda: True,
         )
         request = InferenceRequest(ALIAS.name, "a question with an answer", stream=True)

@@ -57,7 +57,9 @@ class Cell:
         self._ready_files.remove()
         self._coordinating = CoordinatorSide(self._parts)
         self._fleet = self._coordinating.fleet
-        self._control = ControlSide(self._parts, options.engines, self._fleet, self._put_in_force)
+        # Where gateways outlive it, what a former cell called its replicas is nobody's name in this one.
+        life = self._parts.entropy.token(4).hex() if options.config.link.listen is not None else ""
+        self._control = ControlSide(self._parts, options.engines, self._fleet, self._put_in_force, life)
         self._control.commands.confirm = self._confirm
         self._fleet.on_demand = self._control.supervisor.demand
         self._fleet.on_condemned = self._control.supervisor.condemn

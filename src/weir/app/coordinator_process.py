@@ -138,7 +138,7 @@ class CoordinatorProcess:
         inbox = Inbox(parts.clock)
         inbox.link = coordinator.connect(Register(parts.new_name("view")), inbox)
         view = self._coordinating.view(lambda pool: None, inbox)
-        controlled = ControlledFleet(fleet, lambda pool: bool(coordinator.queued_in(pool) or fleet.running_in(pool)))
+        controlled = ControlledFleet(fleet, self._coordinating.carries)
         controlled.declare(snapshot.pools.values())
         fleet.on_condemned, fleet.on_demand = controlled.condemned, controlled.demanded
         host = _Host(self._coordinating, coordinator, end, view)

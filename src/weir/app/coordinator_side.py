@@ -116,6 +116,10 @@ class CoordinatorSide:
         assert self.coordinator is not None and self._recovered is not None
         return RunningCell(self._parts.clock, self._recovered.book, self.coordinator, self.fleet, fault_of, inbox)
 
+    def carries(self, pool: str) -> bool:
+        """Whether anything of a pool's is live, also what no gateway has told of so far."""
+        return any(execution.pool == pool for execution in self._executions.live)
+
     def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[Any]]:
         """Run the coordinator, which ends with `close`, and its upkeep, which is to be cancelled."""
         assert self.coordinator is not None

@@ -1,7 +1,9 @@
 """A gateway's request for a grant, as admission sees it, and a refusal as its gateway does."""
 
 from weir import errors
+from weir.coordinator.sessions import Session
 from weir.core.admission import Asked
+from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import Principal
 from weir.messages import Acquire, GenerationRecord, Rejected, StandingView
 
@@ -21,6 +23,14 @@ def question_of(acquire: Acquire, *, is_quarantined: bool) -> Asked:
         deadline_ms=acquire.deadline_left_ms,
         is_quarantined=is_quarantined,
     )
+
+
+def check_asked(asked: Acquire, session: Session, snapshot: Snapshot) -> None:
+    """Raises LinkFault for what no gateway of ours asks: none lets it in that is not in the snapshot."""
+    is_known = (asked.tenant, asked.application) in snapshot.applications and asked.tenant in snapshot.tenants
+    has_class = any(row.name == asked.workload_class for row in snapshot.workload_classes)
+    if asked.ref in session.by_ref or not (is_known and has_class):
+        raise errors.LinkFault("A gateway asks for what it cannot ask.")
 
 
 def rejection_of(

@@ -19,7 +19,7 @@ from typing import Any
 
 from weir import errors
 from weir.config import CoordinatorConfig
-from weir.coordinator.asking import question_of, rejection_of
+from weir.coordinator.asking import check_asked, question_of, rejection_of
 from weir.coordinator.blame import Blame, fingerprint_of
 from weir.coordinator.dispatcher import Dispatcher, Offer, Turns
 from weir.coordinator.domain import MakeOrder
@@ -121,7 +121,7 @@ class Coordinator:
         turns = Turns(lambda tenant: self._snapshot.tenants[tenant].weight, parts.order)
         self._dispatcher = Dispatcher(parts.clock, parts.config, parts.fleet, parts.journal, self._settler, turns)
         self._takeover = self._compose_takeover(parts)
-        self._dispatcher.may_grant = self._may_grant
+        self._dispatcher.may_grant = lambda: parts.leads() and not self._takeover.is_recovering
         self._store_watch = StoreWatch(
             parts.clock,
             ns_from_ms(parts.config.store_wait_ms),
@@ -146,8 +146,6 @@ class Coordinator:
         self._fleet.on_change = self._fleet_changed
         if parts.kept is not None:
             self._takeover.restore(parts.kept, snapshot)
-        if parts.kept:
-            self._settler.idle.clear()
             self._stop_what_is_revoked()
 
     def _compose_takeover(self, parts: CoordinatorParts) -> Takeover:
@@ -160,6 +158,7 @@ class Coordinator:
             standing=self._queries.standing,
             finish=self._on_finish,
             lose=self.lose,
+            is_busy=self._settler.idle.clear,
             start=self._start,
             lease_ms=parts.lease_ms,
         )
@@ -213,6 +212,7 @@ class Coordinator:
         """Open a session for a gateway; it gets the snapshot and the fleet at once."""
         self._takeover.registered(register)
         session = self._sessions.open(register.session, inbox)
+        session.may_tell = register.reattaches
         inbox.deliver(self._snapshot)
         if (fresh_ms := self.fresh_ms) is not None:
             inbox.deliver(SnapshotFresh(fresh_ms))
@@ -239,7 +239,7 @@ class Coordinator:
         self._takeover.lost(session)
 
     def receive(self, session: Session, message: Up) -> None:
-        """One message of a session; of one that is over it is not heard."""
+        """One message of a session; of one that is over it is not heard. Raises LinkFault for what no gateway of ours says."""
         if session.is_open:
             self._receivers[type(message)](session, message)
 
@@ -279,6 +279,7 @@ class Coordinator:
     # ── admission ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_acquire(self, session: Session, asked: Acquire) -> None:
+        check_asked(asked, session, self._snapshot)
         if self._takeover.is_recovering:
             self._takeover.defer(session, asked, self._on_acquire)
             return
@@ -422,7 +423,8 @@ class Coordinator:
                 self._dispatcher.wants_delivery(execution, wanted)
                 self.timelines.stepped(execution)
 
-    def _on_finish(self, session: Session, finish: Finish) -> None:
+    def _on_finish(self, session: Session, finish: Finish, *, is_ended: bool = False) -> None:
+        """is_ended: a former coordinator ended it so, and its client may have been told."""
         session.asking.discard(finish.ref)
         execution = session.by_ref.get(finish.ref)
         if execution is None:
@@ -433,6 +435,8 @@ class Coordinator:
         self.timelines.finished(execution, finish)
         if isinstance(execution.state, Queued):
             self._dispatcher.end_waiting(execution, finish.reason)
+        elif is_ended:
+            self._settler.settle(execution, finish)
         else:
             finish = self._blame.judge(execution, finish)
             if not self._dispatcher.retry(execution, finish):
@@ -453,7 +457,7 @@ class Coordinator:
         if execution is None or placement is None:
             self._takeover.stray_stopped(session.name, stopped)
             return
-        self._takeover.stopped(placement)
+        self._takeover.stopped(placement, confirmed=stopped.confirmed)
         if placement.lane is None:
             self._settler.forget_if_quiet(execution)
             return
@@ -486,9 +490,6 @@ class Coordinator:
 
     def _now(self) -> Moment:
         return Moment(self._clock.monotonic_ns(), self._clock.wall_ms())
-
-    def _may_grant(self) -> bool:
-        return self._readiness.leads() and not self._takeover.is_recovering
 
     def _start(self, work: Coroutine[Any, Any, None]) -> bool:
         """Run a task of the coordinator's; False once it is closed."""

@@ -4,7 +4,8 @@ It holds facts and answers questions. Control's supervisor reports what was laun
 and frees lanes. Every change that could let waiting work start, or that gateways must know, is announced to `on_change`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from weir.core.endings import FinishReason
@@ -97,6 +98,16 @@ class Fleet:
         self.on_state: Callable[[Replica, ReplicaState, str], None] = lambda replica, before, why: None
         self.on_known: Callable[[Replica, ReplicaAddress], None] = lambda replica, address: None
         """Told when a replica's address is learnt, before it takes any work."""
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """What changes within the block is announced once, at its end."""
+        announce, self.on_change = self.on_change, lambda: None
+        try:
+            yield
+        finally:
+            self.on_change = announce
+        announce()
 
     # ── reported by control ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -226,9 +237,9 @@ class Fleet:
         return self._addresses.get(name)
 
     def find(self, pool: str, name: str, url: str | None) -> Replica | None:
-        """A replica of a pool by its name, else by its address: another supervisor may have named it otherwise."""
+        """A replica of a pool by where it is, else by its name: another supervisor may have named it otherwise."""
         replicas = self._pools[pool].replicas if pool in self._pools else {}
-        if name in replicas and name in self._addresses:
+        if name in replicas and name in self._addresses and url in (None, self._url_of(name)):
             return replicas[name]
         return next((replicas[each] for each in replicas if url is not None and self._url_of(each) == url), None)
 

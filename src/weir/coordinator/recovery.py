@@ -10,9 +10,10 @@ from weir.coordinator.journal import Journal
 from weir.coordinator.ledger_entries import Stamp, recovery_record
 from weir.coordinator.restoring import scopes_of_hold, worst_of
 from weir.core.ledger.book import Book
-from weir.core.ledger.records import BucketTake, LedgerRecord
+from weir.core.ledger.records import BucketTake, HoldRecord, LedgerRecord
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import Scope
+from weir.messages import gateway_of
 from weir.ports import Clock, LedgerStore, OpenHold, Recovery
 from weir.units import NANOS_PER_MINUTE, Millis, ms_from_ns, ns_from_ms
 
@@ -35,12 +36,13 @@ async def recover(
 ) -> Recovered:
     """Become the cell's writer. group_ms: see `Journal`. Raises StoreFault when the store cannot be opened.
 
-    keeps_open: gateways may still carry what is open; of pools that are served no more, it is ended all the same.
+    keeps_open: gateways may still carry what is open. What a gateway in the former one's own process carried is ended all the
+    same, and so is what is of a pool that is served no more, or serves another revision.
     """
     recovery = await store.open_epoch(clock.wall_ms() - RECENT_TAKES_MS)
     book = Book()
     journal = Journal(store, clock, recovery.epoch, recovery.next_seq, group_ms)
-    kept = [found for found in recovery.open_holds if keeps_open and found.hold.pool in snapshot.pools]
+    kept = [found for found in recovery.open_holds if keeps_open and _may_go_on(found.hold, snapshot)]
     _rebuild(book, recovery, kept, clock, snapshot)
     ends: list[LedgerRecord] = []
     kept_ids = {found.hold.id for found in kept}
@@ -51,6 +53,11 @@ async def recover(
     if ends:  # durable before the first question, so that nobody is told of a request that runs no more
         await store.write(recovery.epoch, ends)
     return Recovered(book, journal, kept, len(ends))
+
+
+def _may_go_on(hold: HoldRecord, snapshot: Snapshot) -> bool:
+    pool = snapshot.pools.get(hold.pool)
+    return pool is not None and pool.revision == hold.revision and gateway_of(hold.gateway_session) != hold.gateway_session
 
 
 def _rebuild(book: Book, recovery: Recovery, kept: Iterable[OpenHold], clock: Clock, snapshot: Snapshot) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from weir.coordinator.execution import Execution, Placement
+from weir.coordinator.ledger_entries import sane_usage
 from weir.core.admission import Admit
 from weir.core.ledger.records import HoldRecord
 from weir.core.ledger.reservation import Held
@@ -143,6 +144,8 @@ def resume(execution: Execution, told: Reattach, attempt: int, delivered_max: To
     place(execution, placement_of(run, pool, now_ns), is_streaming=run.first_output)
     if run.attempt == 1:
         execution.lost = None
+    elif told.lost is not None:
+        execution.lost, _ = sane_usage(told.lost)
     elif attempt == 1:  # the dispatch of the second was not durable: this is what is known of the first
         execution.lost = _lost(execution, delivered_max)
     execution.delivered_max = delivered_max if attempt == run.attempt else 0

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from weir import errors
 from weir.coordinator.execution import Execution
 from weir.messages import Down, Up
 from weir.ports import GatewayInbox
@@ -13,7 +14,7 @@ from weir.ports import GatewayInbox
 class Session:
     """A gateway's session. by_ref: its requests that have something pending; asking: acquires that wait for the store.
 
-    is_open: until it is over; then its inbox is nobody's.
+    is_open: until it is over; then its inbox is nobody's. may_tell: what its gateway carries since another coordinator led.
     """
 
     name: str
@@ -21,6 +22,7 @@ class Session:
     by_ref: dict[int, Execution] = field(default_factory=dict)
     asking: set[int] = field(default_factory=set)
     is_open: bool = True
+    may_tell: bool = False
 
 
 class _Nobody:
@@ -40,8 +42,9 @@ class Sessions:
         self._by_name: dict[str, Session] = {}
 
     def open(self, name: str, inbox: GatewayInbox) -> Session:
-        """A new session; names are unique."""
-        assert name not in self._by_name
+        """A new session. Raises LinkFault for a name that another one has, or had when a former coordinator died."""
+        if name in self._by_name:
+            raise errors.LinkFault("A session of this name is another gateway's.")
         session = self._by_name[name] = Session(name, inbox)
         return session
 

@@ -5,11 +5,15 @@ Each keeps its lane until its gateway says that the engine stopped, or is lost i
 
 from dataclasses import dataclass
 
+from weir import errors
 from weir.coordinator.fleet import Fleet
 from weir.coordinator.sessions import Session
 from weir.core.routing.replica import Replica
 from weir.messages import Reattach, Run, Stopped
 from weir.ports import Clock
+
+STRAYS_MAX = 10_000
+"""Of one session: more than a gateway runs at once."""
 
 
 @dataclass(slots=True)
@@ -28,14 +32,18 @@ class Strays:
         self._clock = clock
         self._fleet = fleet
         self._running: dict[str, dict[tuple[int, int], _Stray]] = {}
+        self._in_doubt: list[Run] = []
 
     def run(self, session: Session, told: Reattach) -> None:
         """What this gateway tells of a request runs, until it is stopped."""
         for run in (told.earlier, told.run):
-            if run is not None and not run.is_stopped:
-                stray = _Stray(run)
-                self._running.setdefault(session.name, {})[told.acquire.ref, run.attempt] = stray
-                self._place(stray)
+            of_session = self._running.setdefault(session.name, {})
+            if run is None or run.is_stopped or (told.acquire.ref, run.attempt) in of_session:
+                continue
+            if len(of_session) >= STRAYS_MAX:
+                raise errors.LinkFault("A gateway tells of more than it can run.")
+            stray = of_session[told.acquire.ref, run.attempt] = _Stray(run)
+            self._place(stray)
 
     def look_for_replicas(self) -> None:
         """One more is known."""
@@ -55,8 +63,6 @@ class Strays:
         stray = of_session.pop((stopped.ref, stopped.attempt), None)
         if stray is None:
             return False
-        if not of_session:
-            del self._running[session]
         self._free(stray, confirmed=stopped.confirmed)
         return True
 
@@ -68,9 +74,16 @@ class Strays:
         return bool(of_session)
 
     def _free(self, stray: _Stray, *, confirmed: bool) -> None:
-        if stray.replica is None or stray.lane is None:
-            return
-        if confirmed:
+        if stray.replica is not None and stray.lane is not None and confirmed:
             stray.replica.free_lane(stray.lane)
-        else:  # the lane stays taken until the replica is confirmed gone
-            self._fleet.condemn(stray.replica.pool, stray.replica.name)
+        elif not confirmed:  # the lane stays taken until the replica is confirmed gone
+            self._in_doubt.append(stray.run)
+            self.condemn_what_is_in_doubt()
+
+    def condemn_what_is_in_doubt(self) -> None:
+        """Replicas that are known by now and did not confirm that they stopped."""
+        for run in list(self._in_doubt):
+            replica = self._fleet.find(run.replica.pool, run.replica.name, run.replica.url)
+            if replica is not None:
+                self._in_doubt.remove(run)
+                self._fleet.condemn(replica.pool, replica.name)

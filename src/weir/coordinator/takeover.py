@@ -13,7 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import structlog
 
@@ -58,9 +58,15 @@ RECOVERING_S = 1.0
 _log = structlog.get_logger("weir.coordinator")
 
 
+class TakeFinish(Protocol):
+    """Takes a gateway's report. is_ended: the former coordinator ended it so."""
+
+    def __call__(self, session: Session, finish: Finish, *, is_ended: bool) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class TakeoverParts:
-    """What it hands over to. lose: ends a session's executions; finish: takes a gateway's report; start: runs a task.
+    """What it hands over to. lose: ends a session's executions; start: runs a task; is_busy: told that there are live ones.
 
     lease_ms: how long a hold waits for its gateway.
     """
@@ -71,8 +77,9 @@ class TakeoverParts:
     sessions: WatchedSessions
     dispatcher: Dispatcher
     standing: Callable[[Scopes], StandingView]
-    finish: Callable[[Session, Finish], None]
+    finish: "TakeFinish"
     lose: Callable[[str], None]
+    is_busy: Callable[[], None]
     start: Callable[[Coroutine[Any, Any, None]], bool]
     lease_ms: Millis
 
@@ -103,6 +110,7 @@ class Takeover:
         self._former: dict[str, set[str]] = {}  # names of sessions that nobody has, by gateway
         self._unplaced: dict[int, _Unplaced] = {}  # by the identity of the placement
         self._strays = Strays(parts.clock, parts.fleet)
+        self._in_doubt: list[_Unplaced] = []
         self._deferred: deque[Callable[[], None]] = deque()
         self._timers: list[asyncio.TimerHandle] = []
         self.is_recovering = False
@@ -113,6 +121,8 @@ class Takeover:
     def restore(self, found: Sequence[OpenHold], snapshot: Snapshot) -> None:
         """Keep open holds, whose amounts the book has. Before anything is asked."""
         self.is_recovering = True
+        if found:
+            self._parts.is_busy()
         parts, now = self._parts, Moment(self._parts.clock.monotonic_ns(), self._parts.clock.wall_ms())
         for number, each in enumerate(found, 1):
             execution = restored(each, snapshot, -number, now)
@@ -137,7 +147,10 @@ class Takeover:
         self.look_around()
 
     def look_around(self) -> None:
-        """It is active once nobody is waited for: no gateway, and no first replica."""
+        """It is active once nobody is waited for: no gateway, and no first replica. What is in doubt takes no work."""
+        if self._in_doubt:
+            self._condemn_what_is_in_doubt()
+        self._strays.condemn_what_is_in_doubt()
         if self.is_recovering and not self._former and self._parts.fleet.ready_addresses():
             self._become_active()
 
@@ -197,13 +210,13 @@ class Takeover:
 
     def on_reattached_all(self, session: Session, message: ReattachedAll) -> None:
         """What this gateway did not tell it does not carry."""
+        session.may_tell = False
         self._lose_former(gateway_of(session.name))
 
     def on_reattach(self, session: Session, told: Reattach) -> None:
         """A gateway carries this request. Raises LinkFault for what no gateway of ours tells."""
-        _check(told)
-        if told.acquire.ref in session.by_ref:
-            return  # it was told before
+        if not session.may_tell or told.acquire.ref in session.by_ref or not _is_possible(told):
+            raise errors.LinkFault("A gateway tells what it cannot tell.")
         kept = self._kept.get(told.acquire.generation_id)
         if kept is not None and kept.execution.acquire.body_digest == told.acquire.body_digest:
             del self._kept[told.acquire.generation_id]
@@ -228,6 +241,7 @@ class Takeover:
             return
         now_ns = self._parts.clock.monotonic_ns()
         execution.arrived_ns = now_ns - asked.waited_ns
+        execution.admitted_ns = max(execution.admitted_ns, execution.arrived_ns)  # that is by a wall clock
         execution.deadline_ns = now_ns + ns_from_ms(asked.deadline_left_ms)
         standing = self._parts.standing(execution.admit.scopes)
         session.inbox.deliver(Reattached(asked.ref, execution.id.execution, standing))
@@ -237,7 +251,7 @@ class Takeover:
         elif told.finish is None:
             self._wait_again(execution)
         if told.finish is not None:
-            self._parts.finish(session, told.finish)
+            self._parts.finish(session, told.finish, is_ended=told.is_ended)
         elif execution.stop_asked is not None:
             session.inbox.deliver(StopRequest(asked.ref, execution.stop_asked))
 
@@ -296,16 +310,31 @@ class Takeover:
         if self._strays.lost(session):
             self._parts.dispatcher.schedule()
 
-    def stopped(self, placement: Placement) -> None:
-        """Nothing of this attempt runs any more."""
+    def stopped(self, placement: Placement, *, confirmed: bool = True) -> None:
+        """Nothing of this attempt runs any more; a replica that is not known yet and did not confirm that is in doubt."""
         placement.is_unplaced = False
-        self._unplaced.pop(id(placement), None)
+        found = self._unplaced.pop(id(placement), None)
+        if found is not None and not confirmed:
+            self._in_doubt.append(found)
+
+    def _condemn_what_is_in_doubt(self) -> None:
+        fleet = self._parts.fleet
+        for found in list(self._in_doubt):
+            replica = fleet.find(found.execution.pool, found.placement.replica.name, found.url)
+            if replica is not None:
+                self._in_doubt.remove(found)
+                fleet.condemn(replica.pool, replica.name)
 
     def _place(self, execution: Execution, told: Reattach) -> None:
         """What its gateway says to run gets its lanes."""
         for run in (told.earlier, told.run):
-            placement = execution.placement_of(run.attempt) if run is not None and not run.is_stopped else None
-            if run is not None and placement is not None:
+            placement = execution.placement_of(run.attempt) if run is not None else None
+            if run is None or placement is None:
+                continue
+            if run.is_stopped:  # its name is told to nobody but a second attempt, which avoids it
+                found = self._parts.fleet.find(execution.pool, run.replica.name, run.replica.url)
+                placement.replica = found or placement.replica
+            else:
                 self._has_to_be_placed(_Unplaced(execution, placement, run.lane, run.replica.url))
 
     def _has_to_be_placed(self, found: _Unplaced) -> None:
@@ -328,7 +357,8 @@ class Takeover:
         """A supervisor named it: what runs there takes its lanes before anything else can."""
         self._strays.look_for_replicas()
         for each in list(self._unplaced.values()):
-            if each.url == address.url or each.placement.replica.name == address.name:
+            is_there = each.placement.replica.name == address.name if each.url is None else each.url == address.url
+            if is_there:
                 self._try_to_place(each)
 
     def _try_to_place(self, found: _Unplaced) -> None:
@@ -342,10 +372,10 @@ class Takeover:
             self._parts.dispatcher.resume(execution, placement, replica, found.lane)
 
 
-def _check(told: Reattach) -> None:
-    """Raises LinkFault for attempts that there cannot be."""
-    run, earlier = told.run, told.earlier
-    is_first = run is not None and run.attempt == 1 and earlier is None
-    is_second = run is not None and run.attempt == ATTEMPTS_MAX and (earlier is None or earlier.attempt == 1)
-    if not (is_first or is_second or (run is None and earlier is None)):
-        raise errors.LinkFault("A gateway told of an attempt that there cannot be.")
+def _is_possible(told: Reattach) -> bool:
+    """Whether there can be such attempts."""
+    run, earlier, finish = told.run, told.earlier, told.finish
+    if run is None:
+        return earlier is None and (finish is None or finish.attempt == 0)
+    is_second = earlier is not None and (earlier.attempt, run.attempt) == (1, ATTEMPTS_MAX)
+    return (earlier is None or is_second) and (finish is None or finish.attempt in (0, run.attempt))

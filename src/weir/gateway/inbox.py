@@ -56,8 +56,8 @@ class Listener(Protocol):
         ...
 
     @property
-    def is_unbooked(self) -> bool:
-        """Whether it has ended, and that is not known to be durable: another coordinator may have to be told."""
+    def is_pending(self) -> bool:
+        """Whether it has ended, and another coordinator might have to be told of it all the same."""
         ...
 
 
@@ -82,7 +82,7 @@ class Inbox:
         self.is_lost = self.is_draining = False
         self._version_floor = 0
         self._listeners: dict[int, Listener] = {}
-        self._leaving: set[int] = set()  # those of them that wait for nothing but the word that their end is durable
+        self._leaving: set[int] = set()  # those of them of which nobody waits for anything
         self._queries: dict[int, _Asked] = {}
         self._ready: dict[str, list[ReplicaAddress]] = {}
         self._refs = count(1)
@@ -100,11 +100,14 @@ class Inbox:
         return self.open(self._listeners.pop(ref))
 
     def close(self, ref: int) -> None:
-        """No more messages for this reference are of interest, but the word that its end is durable."""
+        """No more messages for this reference are of interest, but those that end what is pending."""
+        self._leaving.add(ref)
+        self.settled(ref)
+
+    def settled(self, ref: int) -> None:
+        """Less is pending of this reference: one that is left and has nothing pending is forgotten."""
         listener = self._listeners.get(ref)
-        if listener is not None and listener.is_unbooked:
-            self._leaving.add(ref)
-        else:
+        if ref in self._leaving and (listener is None or not listener.is_pending):
             self._forget(ref)
 
     def _forget(self, ref: int) -> None:
@@ -148,8 +151,7 @@ class Inbox:
         if not isinstance(message, _OF_THE_SESSION):
             if (listener := self._listeners.get(message.ref)) is not None:
                 listener.deliver(message)
-                if message.ref in self._leaving and not listener.is_unbooked:
-                    self._forget(message.ref)
+                self.settled(message.ref)
             elif isinstance(message, Granted) and self.link is not None:
                 self.link.send(Stopped(message.ref, message.attempt))  # it left before a decision; the lane waits for a word
         elif isinstance(message, Found | StandingFound):

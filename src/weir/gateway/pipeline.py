@@ -77,6 +77,7 @@ class Gateway:
             salt_of=self._planner.cache_salt,
             spawn=self._spawn,
             reopen=self.inbox.reopen,
+            settled=self.inbox.settled,
             is_heard=is_heard,
         )
 

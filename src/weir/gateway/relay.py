@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from weir import errors
 from weir.config import GatewayConfig
 from weir.core.endings import FinishReason
@@ -25,6 +23,7 @@ from weir.core.routing.retry import is_retryable
 from weir.gateway.attempt import Attempt
 from weir.gateway.client import Answer
 from weir.gateway.planning import Plan
+from weir.gateway.retelling import Retelling
 from weir.gateway.signal import Signal
 from weir.messages import (
     Acquire,
@@ -40,16 +39,15 @@ from weir.messages import (
     HoldBooked,
     NotHeld,
     Progress,
-    Reattach,
     Reattached,
     Rejected,
+    StandingView,
     Stopped,
     StopRequest,
     Up,
-    later,
 )
 from weir.ports import Clock, CoordinatorLink, Delta, Engine, EngineCall, EngineEnd, EngineRun
-from weir.units import Millis, Nanos, Tokens, ceil_ms_from_ns, ns_from_ms
+from weir.units import Millis, Nanos, Tokens, ns_from_ms
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -76,7 +74,8 @@ _ANSWERLESS = (FinishReason.DISCONNECT, FinishReason.SLOW_CLIENT)
 class RelayParts:
     """What every relay of a gateway shares. spawn: runs a task of the gateway; reopen: another ref in the place of one.
 
-    is_heard: whether the coordinator was heard lately; else what does not come says nothing of its store.
+    settled: told of a ref of which less is pending. is_heard: whether the coordinator was heard lately; else what does not come
+    says nothing of its store.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -89,6 +88,7 @@ class RelayParts:
     salt_of: Callable[[Plan], str]
     spawn: Callable[["Coroutine[Any, Any, None]"], None]
     reopen: Callable[[int], int]
+    settled: Callable[[int], None]
     is_heard: Callable[[], bool]
 
 
@@ -108,11 +108,7 @@ class Relay:
         self._first_written_ns: Nanos | None = None
         self._written_ns: Nanos = parts.clock.monotonic_ns()
         self._marks: deque[tuple[int, Nanos]] = deque()
-        self._reported: tuple[Attempt, Finish] | None = None  # what no grant answered
-        self._left: Finish | None = None  # that no grant is waited for any more, after a failure was reported
-        self._earlier: Attempt | None = None  # the one before, which failed
-        self._acquire: Acquire | None = None
-        self._acquired_ns: Nanos = 0
+        self._retelling = Retelling(parts.clock)
         self.ref = 0
         self.decision: Admitted | Rejected | None = None
         self.hold_durable = False
@@ -184,7 +180,7 @@ class Relay:
 
     def acquire(self, asked: Acquire) -> None:
         """Ask for a grant."""
-        self._acquire, self._acquired_ns = asked, self._parts.clock.monotonic_ns()
+        self._retelling.asked(asked)
         self._parts.link.send(asked)
 
     def deliver(self, message: Down) -> None:
@@ -223,44 +219,27 @@ class Relay:
     # ── another coordinator ──────────────────────────────────────────────────────────────────────────────────────────
 
     def reattach(self) -> Sequence[Up]:
-        """What another coordinator must know of it: nothing once its end is durable, or it left before it was admitted."""
-        if self._acquire is None or self.end_booked or (self.is_over and not self.is_unbooked):
+        """What another coordinator must know of it: nothing where it has ended for good, or left before it was admitted."""
+        if (self.end_booked and not self.is_pending) or (self.is_over and not self.is_pending):
             return ()
-        now_ns = self._parts.clock.monotonic_ns()
-        attempt, finish = self._reported or (self._attempt, self._end_untold())
-        run = attempt.told(now_ns, first_output=self._first_written_ns is not None)
-        earlier = self._earlier.told(now_ns, first_output=False) if self._earlier is not None else None
-        elapsed_ms = ceil_ms_from_ns(now_ns - self._acquired_ns)
-        told: list[Up] = [Reattach(later(self._acquire, elapsed_ms), run, earlier, finish)]
-        for each in (self._earlier, attempt):
-            if each is not None and each.stopped is not None and not each.stopped.confirmed:
-                told.append(each.stopped)
-        return told if self._left is None else [*told, self._left]
-
-    def _end_untold(self) -> Finish | None:
-        """The former coordinator's own end of it, as another one hears it."""
-        if self.record is None or self.record.finish_reason is None:
-            return None
-        return Finish(self.ref, 0, self.record.finish_reason)
+        return self._retelling.told(self._attempt, self.record, first_output=self._first_written_ns is not None)
 
     @property
-    def is_unbooked(self) -> bool:
-        """Whether it has ended, and that is not known to be durable."""
-        has_ended = self._cause is not None or self.record is not None
-        return isinstance(self.decision, Admitted) and has_ended and not self.end_booked and not self.is_lost
+    def is_pending(self) -> bool:
+        """Whether it has ended, and that is not known to be durable, or its engine not known to have stopped."""
+        has_ended = isinstance(self.decision, Admitted) and (self._cause is not None or self.record is not None)
+        return has_ended and not self.is_lost and (not self.end_booked or self._retelling.is_stopping)
 
     def _acquire_afresh(self, *, may_ask: bool) -> None:
         """Another coordinator holds nothing of it, so nothing of it was delivered: it is asked for again, if it goes on."""
         if not may_ask or self._opened or self._cause is not None or self.record is not None:
             self.coordinator_lost()
             return
-        assert self._acquire is not None
         self._drop_run()
-        self._attempt, self._reported, self._earlier = Attempt(self._plan, self._parts.step_tokens), None, None
+        self._attempt = Attempt(self._plan, self._parts.step_tokens)
         self.decision, self.hold_durable = None, False
         self.ref = self._parts.reopen(self.ref)
-        elapsed_ms = ceil_ms_from_ns(self._parts.clock.monotonic_ns() - self._acquired_ns)
-        self.acquire(msgspec.structs.replace(later(self._acquire, elapsed_ms), ref=self.ref))
+        self.acquire(self._retelling.begin_again(self.ref))
 
     # ── an attempt ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -268,7 +247,7 @@ class Relay:
         if self._cause is not None or self.record is not None:  # it ended while the grant was on its way
             self._parts.link.send(Stopped(self.ref, granted.attempt))
             return
-        self._earlier, self._reported = self._reported[0] if self._reported is not None else None, None
+        self._retelling.granted()
         attempt = self._attempt
         attempt.granted, attempt.stream.asked = granted, granted.delivered_max
         attempt.granted_ns = self._parts.clock.monotonic_ns()
@@ -444,10 +423,7 @@ class Relay:
             self._attempt = Attempt(self._plan, self._parts.step_tokens)  # before the report: the grant may come within it
         else:
             self._cause = reason
-        if attempt.granted is None and self._reported is not None:
-            self._left = report
-        else:
-            self._reported = attempt, report
+        self._retelling.reported(attempt, report)
         self._parts.link.send(report)
         if attempt.granted is not None:
             self._stop_engine(attempt)
@@ -456,6 +432,7 @@ class Relay:
     def _end(self, record: GenerationRecord) -> None:
         """It ended as the coordinator says; what it did not know to run is stopped."""
         self.record = record
+        self.decision = self.decision or Admitted(self.ref, record.execution, StandingView())  # it was, and nobody said so
         if self._cause is None:
             self._drop_run()
 
@@ -482,6 +459,7 @@ class Relay:
         stop_ms = (self._parts.clock.monotonic_ns() - decided_ns) / 1e6
         attempt.stopped = Stopped(ref, attempt.number, stop_ms, confirmed)
         self._parts.link.send(attempt.stopped)
+        self._parts.settled(ref)
 
     def _delivered(self, reason: FinishReason) -> Tokens:
         attempt = self._attempt

@@ -9,6 +9,7 @@ A pool may change everything but the revision that it serves while anything of i
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +47,8 @@ class KeptFleet(Protocol):
     def drain(self, pool: str, name: str) -> None: ...
 
     def gone(self, pool: str, name: str) -> None: ...
+
+    def at_once(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(slots=True)
@@ -109,7 +112,14 @@ class ControlledFleet:
                     _refuse_unless(report.name in replicas)
 
     def replay(self, reports: Sequence[FleetReport]) -> None:
-        """Put everything in force that control knows; `check` came before."""
+        """Put everything in force that control knows, at once; `check` came before."""
+        with self._fleet.at_once():
+            self._replay(reports)
+        for kept in self._replicas.values():
+            if kept.is_condemned:  # it was not heard
+                self.tell(Condemned(kept.name))
+
+    def _replay(self, reports: Sequence[FleetReport]) -> None:
         pools = [report.pool for report in reports if isinstance(report, PoolKept)]
         empty = {pool.name for pool in pools if self._changes_revision(pool)}
         self._keep([report for report in reports if isinstance(report, ReplicaAdded) and report.pool not in empty])
@@ -117,9 +127,6 @@ class ControlledFleet:
             self._fleet.withdraw(name)
         for report in reports:
             self.apply(report)
-        for kept in self._replicas.values():
-            if kept.is_condemned:  # it was not heard
-                self.tell(Condemned(kept.name))
 
     def _keep(self, named: Sequence[ReplicaAdded]) -> None:
         """Of the replicas that there are, those that are named: by their names, or by where they are."""

@@ -253,7 +253,11 @@ class CoordinatorEnd:
         session = self._sessions[hello.session] = _RemoteSession(
             hello.session, self._endpoint(hello.session), self._tell, self._lose
         )
-        session.link = self._host.connect(Register(hello.session, hello.former, reattaches), session)
+        try:
+            session.link = self._host.connect(Register(hello.session, hello.former, reattaches), session)
+        except errors.LinkFault:
+            del self._sessions[hello.session]
+            raise
         _log.info("gateway_connected", session=hello.session)
         return session
 

@@ -123,6 +123,7 @@ class Replica:
     """
 
     __slots__ = (
+        "_beyond",
         "_breaker",
         "_free_lanes",
         "_pace",
@@ -152,6 +153,7 @@ class Replica:
         self._breaker = Breaker(back_off_ms)
         self._pace = AdaptiveLimit(limits.concurrency, limits.concurrency if limits.least is None else limits.least)
         self._free_lanes = list(range(limits.concurrency))
+        self._beyond: set[int] = set()  # lanes that it has no more, of what ran before it had so few
         self._trials: set[int] = set()  # lanes taken since it is half-open
         self._silent_trial: int | None = None  # the one of them without output so far
         self.running = 0
@@ -233,25 +235,30 @@ class Replica:
         self._count_free()
         return lane
 
-    def retake_lane(self, lane: int | None, kv_tokens: Tokens, prefill_tokens: Tokens, now_ns: Nanos) -> int | None:
+    def retake_lane(self, lane: int | None, kv_tokens: Tokens, prefill_tokens: Tokens, now_ns: Nanos) -> int:
         """A lane for what runs here already, whatever the state: the one that it was given if that is free, else the lowest.
 
-        lane: None where that is not known. None where all are taken.
+        lane: None where that is not known. Where all are taken, because they are fewer now, it is one beyond them.
         """
-        if not self._free_lanes:
-            return None
-        taken = lane if lane in self._free_lanes else min(self._free_lanes)
-        assert taken is not None
-        self._free_lanes.remove(taken)
-        heapq.heapify(self._free_lanes)
+        free = self._free_lanes
+        if not free:
+            taken = 1 + max(self._beyond, default=self.limits.concurrency - 1)
+            self._beyond.add(taken)
+        else:
+            taken = lane if lane in free else min(free)
+            free.remove(taken)
+            heapq.heapify(free)
         self.room.take(taken, kv_tokens, prefill_tokens, now_ns)
         self._count_free()
         return taken
 
     def free_lane(self, lane: int) -> None:
         """Give a lane back; it must be taken."""
-        assert 0 <= lane < self.limits.concurrency and lane not in self._free_lanes
-        heapq.heappush(self._free_lanes, lane)
+        if lane in self._beyond:
+            self._beyond.remove(lane)
+        else:
+            assert 0 <= lane < self.limits.concurrency and lane not in self._free_lanes
+            heapq.heappush(self._free_lanes, lane)
         self.room.free(lane)
         self._trials.discard(lane)
         if lane == self._silent_trial:
@@ -259,7 +266,7 @@ class Replica:
         self._count_free()
 
     def _count_free(self) -> None:
-        self.running = self.limits.concurrency - len(self._free_lanes)
+        self.running = self.limits.concurrency - len(self._free_lanes) + len(self._beyond)
         self.share = self.running / self._pace.allowed
         if self.state is ReplicaState.READY:
             usable = self._pace.allowed
