@@ -35,7 +35,7 @@ from weir.link.control_messages import (
 from weir.link.endpoint import Endpoint
 from weir.link.frames import Frame, Hello, Kind, Refused, encode, frame
 from weir.ports import Clock
-from weir.units import Bytes, Millis, ns_from_ms
+from weir.units import Bytes, Millis
 
 _log = structlog.get_logger("weir.link")
 
@@ -46,7 +46,6 @@ _PIECE_BYTES: Bytes = 1024 * 1024
 _ANSWER_S = 3.0
 """Longer than whoever asked waits."""
 _DISMISSED_MAX = 1_024
-_BEATS_MISSED = 3
 
 
 class ControlledHost(Protocol):
@@ -112,7 +111,7 @@ class ControlDesk:
                 self._end(self._session, "the coordinator stops")
 
     def _beat(self, session: _Session) -> None:
-        if session.endpoint.silent_ns > ns_from_ms(_BEATS_MISSED * self._heartbeat_ms):
+        if session.endpoint.fell_silent(self._heartbeat_ms):
             self._end(session, "it was silent")
         elif session.replay is None:
             session.endpoint.send(Counted(dict(self._host.running())))

@@ -47,7 +47,6 @@ ANSWER_MS: Millis = 2_000
 _CONNECT_S = 3.0
 _RETRY_FIRST_S = 0.05
 _RETRY_MAX_S = 0.5
-_BEATS_MISSED = 3
 _LOST_RETRY_MS: Millis = 1_000
 _NOTHING = Snapshot()
 
@@ -235,16 +234,15 @@ class ControlEnd:
 
     async def _keep(self, session: _Session) -> None:
         """Replay, and beat while the link lives."""
-        beat_s, bound_ns = session.heartbeat_ms / 1e3, ns_from_ms(_BEATS_MISSED * session.heartbeat_ms)
         async with asyncio.TaskGroup() as tasks:
             replaying = tasks.create_task(self._replay(session))
             while not session.over.is_set():
                 session.endpoint.beat()
                 try:
-                    async with asyncio.timeout(beat_s):
+                    async with asyncio.timeout(session.heartbeat_ms / 1e3):
                         await session.over.wait()
                 except TimeoutError:
-                    if session.endpoint.silent_ns > bound_ns:
+                    if session.endpoint.fell_silent(session.heartbeat_ms):
                         self._end(session)
             replaying.cancel()
 

@@ -45,7 +45,6 @@ LINKS_MAX = 1_024
 _GREETING_S = 3.0
 _GREETING_BYTES_MAX: Bytes = 4_096
 _HOLD_CHECK_S = 0.01
-_BEATS_MISSED = 3
 
 
 class SessionHost(Protocol):
@@ -151,7 +150,7 @@ class CoordinatorEnd:
             endpoint = session.endpoint
             if endpoint.silent_ns > ns_from_ms(self._terms.lease_ms):
                 self._lose(session.name, "it was silent for its lease")
-            elif endpoint.silent_ns > ns_from_ms(_BEATS_MISSED * self._terms.heartbeat_ms):
+            elif endpoint.fell_silent(self._terms.heartbeat_ms):
                 endpoint.detach()
             else:
                 self._beat(endpoint)

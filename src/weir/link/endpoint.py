@@ -12,10 +12,11 @@ from weir import errors
 from weir.link.delivery import Inward, Outbox
 from weir.link.frames import FRAME_BYTES_MAX, Frame, Kind, encode, frame
 from weir.ports import Clock
-from weir.units import Bytes, Nanos
+from weir.units import Bytes, Millis, Nanos, ns_from_ms
 
 OUTBOX_BYTES_MAX: Bytes = 64 * 1024 * 1024
 """A snapshot of 100,000 keys twice, or the messages of a second at the highest rate many times over."""
+_BEATS_MISSED = 3
 _TELL_EVERY = 64
 """Frames received after which the other side is told, should there be nothing else to say."""
 _MESSAGES_PER_FRAME = 512
@@ -105,6 +106,10 @@ class Endpoint:
     def silent_ns(self) -> Nanos:
         """How long nothing was heard of the other side."""
         return self._clock.monotonic_ns() - self._heard_ns
+
+    def fell_silent(self, heartbeat_ms: Millis) -> bool:
+        """Whether the other side, which says something at least so often, is not there any more."""
+        return self.silent_ns > ns_from_ms(_BEATS_MISSED * heartbeat_ms)
 
     # ── links ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -43,7 +43,6 @@ _CONNECT_TO_SILENT_S = 0.5
 """Where a coordinator fell silent another one may lead soon, elsewhere: that is not to be missed for long."""
 _RETRY_FIRST_S = 0.05
 _RETRY_MAX_S = 0.25
-_BEATS_MISSED = 3
 _LATE_BEATS = 1.25
 """After so many one is late: sooner than anything else may be taken for late."""
 
@@ -202,14 +201,14 @@ class GatewayEnd:
     async def _until_silent(self) -> bool:
         """Beat while the link lives; whether it fell silent, instead of being cut."""
         assert self.terms is not None
-        beat_s, bound_ns = self.terms.heartbeat_ms / 1e3, ns_from_ms(_BEATS_MISSED * self.terms.heartbeat_ms)
+        heartbeat_ms = self.terms.heartbeat_ms
         while not self._over.is_set():
             self._endpoint.beat()
             try:
-                async with asyncio.timeout(beat_s):
+                async with asyncio.timeout(heartbeat_ms / 1e3):
                     await self._over.wait()
             except TimeoutError:
-                if self._endpoint.silent_ns > bound_ns:
+                if self._endpoint.fell_silent(heartbeat_ms):
                     self._endpoint.detach()
                     _log.warning("coordinator_silent", session=self._name)
                     return True
