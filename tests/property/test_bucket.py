@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weir.core.ledger.bucket import SCALE, Bucket
-from weir.units import NANOS_PER_SECOND, ceil_div
+from weir.units import NANOS_PER_MINUTE, NANOS_PER_SECOND, ceil_div
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,15 @@ class RateStep:
     rate: int
 
 
-Step: TypeAlias = TakeStep | SettleStep | RateStep
+@dataclass(frozen=True)
+class RestoreStep:
+    """A take of an earlier process. is_open: whoever made it will settle it."""
+
+    units: int
+    is_open: bool
+
+
+Step: TypeAlias = TakeStep | SettleStep | RateStep | RestoreStep
 
 UNITS = st.integers(0, 12)
 ELAPSED_NS = st.one_of(st.just(0), st.integers(0, 3), st.integers(0, 90 * NANOS_PER_SECOND))
@@ -36,6 +44,10 @@ TAKES = st.builds(TakeStep, UNITS)
 SETTLES = st.builds(SettleStep, st.integers(0, 5), UNITS)
 RATES = st.builds(RateStep, st.integers(0, 12))
 HISTORIES = st.lists(st.tuples(ELAPSED_NS, st.one_of(TAKES, TAKES, SETTLES, SETTLES, RATES)), max_size=40)
+STEADY = st.lists(st.tuples(ELAPSED_NS, st.one_of(TAKES, TAKES, SETTLES)), max_size=20)
+"""Histories in which the rate stays."""
+RESTORES = st.builds(RestoreStep, st.integers(0, 30), st.booleans())
+REPLAYS = st.lists(st.tuples(ELAPSED_NS, RESTORES), max_size=8)
 
 
 @dataclass
@@ -104,6 +116,8 @@ class Comparison:
                     self._settle(pick, used_units)
                 case RateStep(rate):
                     self._change_rate(rate)
+                case RestoreStep(units, is_open):
+                    self._restore(units, is_open=is_open)
             used = self.bucket.used(self.now_ns)
             assert used == ceil_div(self.model.level(), SCALE)
             assert 0 <= used <= self.bucket.rate
@@ -118,6 +132,15 @@ class Comparison:
         self.model.segments.append(segment)
         self.bucket.take(len(self.admitted), units, self.now_ns)
         self.admitted.append(Admitted(self.now_ns, self.lowered, self.model.rate, self.volume, units, segment))
+
+    def _restore(self, units: int, *, is_open: bool) -> None:
+        """It fits whatever there is: what is above the capacity is forgotten."""
+        room = self.model.rate * SCALE - self.model.level()
+        segment = Segment(min(units * SCALE, room), min(units * SCALE, room))
+        self.model.segments.append(segment)
+        self.bucket.restore(units, self.now_ns, len(self.admitted) if is_open else None)
+        taken = Admitted(self.now_ns, self.lowered, self.model.rate, self.volume, units, segment, open=is_open)
+        self.admitted.append(taken)
 
     def _settle(self, pick: int, used_units: int) -> None:
         running = [(owner, taken) for owner, taken in enumerate(self.admitted) if taken.open]
@@ -220,3 +243,95 @@ def test_time_never_runs_back(later_ns: int) -> None:
     bucket = Bucket(10, 0)
     bucket.take("hold", 10, 0)
     assert bucket.used(later_ns) == 10
+
+
+# ── after a restart ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@settings(deadline=None, max_examples=300)
+@given(rate=st.integers(0, 12), replay=REPLAYS, history=HISTORIES)
+def test_restored_takes_stand_in_the_queue_as_if_they_had_been_made_here(
+    rate: int, replay: list[tuple[int, Step]], history: list[tuple[int, Step]]
+) -> None:
+    """Protects rates through a takeover: what is replayed drains, returns and clamps as the fluid model says, never more."""
+    Comparison(rate).run([*replay, *history])
+
+
+@dataclass
+class Made:
+    """A take before a takeover. net: less what it gave back."""
+
+    at_ns: int
+    units: int
+    net: int
+    open: bool = True
+
+
+def settled_at_random(bucket: Bucket, made: list[Made], step: SettleStep, now_ns: int) -> None:
+    """One of those that are open ends."""
+    running = [(owner, taken) for owner, taken in enumerate(made) if taken.open]
+    if running:
+        owner, taken = running[step.pick % len(running)]
+        taken.open = False
+        taken.net -= bucket.settle(owner, min(step.used_units, taken.units), now_ns)
+
+
+@settings(deadline=None, max_examples=300)
+@given(rate=st.integers(1, 12), before=STEADY, after=HISTORIES)
+def test_a_rebuilt_bucket_is_the_one_that_would_have_been(
+    rate: int, before: list[tuple[int, Step]], after: list[tuple[int, Step]]
+) -> None:
+    """Protects tenants through a takeover: takes replayed net of their returns, with their owners, change nothing."""
+    now_ns, unbroken, made = 0, Bucket(rate, 0), list[Made]()
+    for elapsed_ns, step in before:
+        now_ns += elapsed_ns
+        if isinstance(step, TakeStep) and unbroken.wait_ns(step.units, now_ns) == 0:
+            unbroken.take(len(made), step.units, now_ns)
+            made.append(Made(now_ns, step.units, step.units))
+        elif isinstance(step, SettleStep):
+            settled_at_random(unbroken, made, step, now_ns)
+    rebuilt = Bucket(rate, now_ns - 2 * NANOS_PER_MINUTE)
+    for owner, taken in enumerate(made):
+        if now_ns - taken.at_ns < 2 * NANOS_PER_MINUTE and taken.net:
+            rebuilt.restore(taken.net, taken.at_ns, owner if taken.open else None)
+    for elapsed_ns, step in after:
+        now_ns += elapsed_ns
+        match step:
+            case TakeStep(units) if unbroken.wait_ns(units, now_ns) == 0:
+                unbroken.take(len(made), units, now_ns)
+                rebuilt.take(len(made), units, now_ns)
+                made.append(Made(now_ns, units, units))
+            case SettleStep():
+                again = [Made(each.at_ns, each.units, each.net, each.open) for each in made]
+                settled_at_random(unbroken, made, step, now_ns)
+                settled_at_random(rebuilt, again, step, now_ns)
+                assert again == made
+            case RateStep(changed):
+                unbroken.change_rate(changed, now_ns)
+                rebuilt.change_rate(changed, now_ns)
+        assert rebuilt.used(now_ns) == unbroken.used(now_ns)
+        assert rebuilt.full_again_ns(now_ns) == unbroken.full_again_ns(now_ns)
+        assert rebuilt.wait_ns(3, now_ns) == unbroken.wait_ns(3, now_ns)
+
+
+@pytest.mark.parametrize(("units", "used_units", "returned"), [(30, 10, 20), (300, 10, 50), (300, 80, 0), (0, 0, 0)])
+def test_a_restored_take_gives_back_what_it_occupies_at_most(units: int, used_units: int, returned: int) -> None:
+    """Protects the rate: a take that was clamped to a lower limit returns no more than it took of that one."""
+    bucket = Bucket(60, 0)
+    bucket.restore(units, 0, "hold")
+    bucket.restore(5, 0)
+    level = bucket.used(0)
+    assert bucket.settle("hold", used_units, 0) == returned
+    assert bucket.used(0) == level - returned
+    assert bucket.settle("hold", 0, 0) == 0
+
+
+def test_what_nobody_will_settle_returns_nothing() -> None:
+    """Protects the rate: a take whose hold has ended stays as it was replayed, and moves down with the one before it."""
+    bucket = Bucket(60, 0)
+    bucket.restore(30, 0, "hold")
+    bucket.restore(20, 0)
+    bucket.restore(10, 0, "later")
+    assert bucket.settle("hold", 0, 0) == 30
+    assert bucket.used(0) == 30
+    assert bucket.settle("later", 0, 0) == 10

@@ -1,5 +1,6 @@
 """What a pool's sums of lanes say through any life of its replicas, and what adapting to a pace leaves of their lanes."""
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -10,6 +11,8 @@ from weir.units import ns_from_ms
 
 SIZES = (1, 3, 8)
 ONE = st.integers(0, len(SIZES) - 1)
+ANSWERED, DOUBTED, TRIED = ReplicaEvent.ANSWERED, ReplicaEvent.DOUBTED, ReplicaEvent.TRIED
+DRAIN, STOP, FAIL = ReplicaEvent.DRAIN, ReplicaEvent.STOP, ReplicaEvent.FAIL
 
 
 class LanesMachine(RuleBasedStateMachine):
@@ -45,6 +48,19 @@ class LanesMachine(RuleBasedStateMachine):
         replica = self.replicas[one]
         if replica.free:
             self.running.append((replica, replica.take_lane(10, 5)))
+
+    @rule(one=ONE, named=st.none() | st.integers(-1, 9))
+    def take_again(self, one: int, named: int | None) -> None:
+        """What runs there since before a takeover gets a lane, wherever its replica is in its life."""
+        replica = self.replicas[one]
+        taken = {lane for other, lane in self.running if other is replica}
+        left = set(range(replica.limits.concurrency)) - taken
+        before = replica.state
+        lane = replica.retake_lane(named, 10, 5, self.now_ns)
+        assert lane == (None if not left else named if named in left else min(left))
+        assert replica.state is before
+        if lane is not None:
+            self.running.append((replica, lane))
 
     @rule(which=st.integers(0, 11))
     def speak(self, which: int) -> None:
@@ -129,3 +145,69 @@ def test_without_a_least_nothing_adapts() -> None:
     for _ in range(100):
         replica.answered_at(9.0, 1, 5)
     assert (replica.allowed, replica.free) == (10, 10)
+
+
+# ── lanes of what runs since before a takeover ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "path",
+    [[], [ANSWERED], [ANSWERED, DOUBTED], [ANSWERED, DOUBTED, TRIED], [ANSWERED, DRAIN], [ANSWERED, DRAIN, STOP], [FAIL]],
+)
+@pytest.mark.parametrize(
+    ("named", "lane"),
+    [(1, 0), (2, 2), (3, 3), (None, 0), (4, 0), (-1, 0)],
+    ids=["taken", "free", "last", "none", "above", "below"],
+)
+def test_a_lane_is_taken_again_in_every_state(path: list[ReplicaEvent], named: int | None, lane: int) -> None:
+    """Protects engines at a takeover: what runs keeps its own lane if that is free, whatever its replica is."""
+    sums = LaneSums()
+    replica = Replica("r", "pool", ReplicaLimits(4), sums=sums)
+    assert replica.retake_lane(1, 10, 5, 0) == 1
+    for event in path:
+        replica.advance(event)
+    state = replica.state
+    assert replica.retake_lane(named, 100, 50, 0) == lane
+    assert (replica.state, replica.running, replica.room.kv_tokens, replica.room.prefill_tokens) == (state, 2, 110, 55)
+    assert (sums.usable, sums.free) == (replica.usable, replica.free)
+    replica.free_lane(lane)
+    assert (replica.running, replica.room.kv_tokens, replica.room.prefill_tokens) == (1, 10, 5)
+    with pytest.raises(AssertionError):
+        replica.free_lane(lane)
+
+
+def test_more_than_there_are_lanes_gets_none() -> None:
+    """Protects a replica's count: where every lane is taken nothing changes, and the next that comes free is the one."""
+    replica = Replica("r", "pool", ReplicaLimits(2))
+    replica.answered(0)
+    assert [replica.retake_lane(lane, 10, 5, 0) for lane in (1, 1, 0, None)] == [1, 0, None, None]
+    assert (replica.running, replica.free, replica.room.kv_tokens) == (2, 0, 20)
+    replica.free_lane(1)
+    assert replica.retake_lane(None, 10, 5, 0) == 1
+
+
+def test_new_work_gets_the_lanes_that_are_left() -> None:
+    """Protects engines from two requests on one lane: after any lane was taken again the lowest free one is next."""
+    replica = Replica("r", "pool", ReplicaLimits(5))
+    replica.answered(0)
+    assert [replica.retake_lane(lane, 0, 0, 0) for lane in (2, 0)] == [2, 0]
+    assert [replica.take_lane() for _ in range(3)] == [1, 3, 4]
+    for lane in (3, 0, 4):
+        replica.free_lane(lane)
+    assert replica.retake_lane(4, 0, 0, 0) == 4
+    assert [replica.take_lane() for _ in range(2)] == [0, 3]
+
+
+def test_what_ran_before_a_takeover_is_no_trial() -> None:
+    """Protects a half-open replica: a lane taken again leaves room for its one trial, and its failure says nothing new."""
+    replica = Replica("r", "pool", ReplicaLimits(3), back_off_ms=0)
+    for event in (ANSWERED, DOUBTED, TRIED):
+        replica.advance(event)
+    lane = replica.retake_lane(2, 0, 0, 0)
+    assert (lane, replica.free, replica.running) == (2, 1, 1)
+    replica.attempt_ended(lane, FinishReason.STALLED, 0, showed_output=False)
+    assert replica.state is ReplicaState.HALF_OPEN
+    trial = replica.take_lane()
+    assert replica.free == 0
+    replica.attempt_ended(trial, FinishReason.STALLED, 0, showed_output=False)
+    assert replica.state is ReplicaState.SUSPECT

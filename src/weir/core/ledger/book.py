@@ -165,6 +165,8 @@ class Book:
         for window in windows:
             calendar.remember(window)
         for account in self._path(scopes):
+            for window in windows:  # if they are over, what was restored of the present ones is not to be forgotten for them
+                account.spend(window, 0, 0)
             account.hold(windows, worst.cost_microusd, worst.tokens)
         self._holds[hold] = _OpenHold(scopes, worst, windows)
 
