@@ -6,6 +6,7 @@ What the gateways say is the test's choice. At its end a scene is audited: no ho
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,14 +24,31 @@ from weir.core.endings import FinishReason
 from weir.core.ledger.records import EndRecord, HoldRecord, ReleaseRecord, SettleRecord, StepRecord
 from weir.core.metering import Basis
 from weir.core.registry.model import EngineKind, Pool
+from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import Limits, Scope
-from weir.messages import AttemptUsage, Down, Finish, Granted, Progress, Register, ReplicaAddress, Stopped, Up
+from weir.messages import (
+    Acquire,
+    AttemptUsage,
+    Down,
+    Finish,
+    Granted,
+    Progress,
+    Reattach,
+    ReattachedAll,
+    Register,
+    ReplicaAddress,
+    Run,
+    Stopped,
+    Up,
+    later,
+)
 from weir.ports import CoordinatorLink
 from weir.sim.faults import StepClock
 from weir.sim.virtual_loop import VirtualLoop, run
 from weir.sim.world import POOL, REVISION, Spec, first_snapshot, key_of, tenant_name
 from weir.storage.memory import MemoryLedger, Operation
 from weir.telemetry import Telemetry
+from weir.units import Nanos, ceil_ms_from_ns
 
 CONFIG = CoordinatorConfig()
 INPUT_TOKENS = 100
@@ -51,11 +69,11 @@ Heard = TypeVar("Heard", bound=Down)
 class Listening:
     """A gateway that says what it is told to. heard: all that it was told, in order."""
 
-    def __init__(self, stand: "Stand", name: str) -> None:
+    def __init__(self, stand: "Stand", register: Register) -> None:
         self._stand = stand
-        self.name = name
+        self.name = register.session
         self.heard: list[Down] = []
-        self.link: CoordinatorLink = stand.coordinator.connect(Register(name), self)
+        self.link: CoordinatorLink = stand.coordinator.connect(register, self)
         self.on_granted: Callable[[Granted], None] = lambda granted: None
 
     def deliver(self, message: Down) -> None:
@@ -80,8 +98,19 @@ class Listening:
         whose = {"tenant": tenant_name(tenant), "key": key_of(tenant)}
         asked = msgspec.structs.replace(ASKED, **ids | sizes | whose | changes)
         self._stand.tenants[ref] = asked.tenant
+        self._stand.asked[ref] = asked, self._stand.clock.monotonic_ns()
         self.say(asked)
         return ref
+
+    def tell(self, ref: int, run: Run | None = None, earlier: Run | None = None, finish: Finish | None = None) -> None:
+        """It carries this request, as its session before did."""
+        asked, at_ns = self._stand.asked[ref]
+        elapsed_ms = ceil_ms_from_ns(self._stand.clock.monotonic_ns() - at_ns)
+        self.say(Reattach(later(asked, elapsed_ms), run, earlier, finish))
+
+    def tell_all(self) -> None:
+        """That was everything."""
+        self.say(ReattachedAll())
 
     def show(self, ref: int, attempt: int = 1, delivered_max: int | None = None) -> None:
         """Its first output is with its client, and it may want the next step."""
@@ -89,8 +118,7 @@ class Listening:
 
     def finish(self, ref: int, attempt: int = 1, reason: FinishReason = FinishReason.STOP, tokens: int = 8) -> None:
         """It ended, by itself unless there is a reason."""
-        delivered = 0 if reason is FinishReason.REPLICA_LOST else tokens
-        self.say(Finish(ref, attempt, reason, delivered, AttemptUsage(INPUT_TOKENS, 0, tokens, Basis.ENGINE)))
+        self.say(finish_of(ref, attempt, reason, tokens))
 
     def end(self, ref: int, attempt: int = 1) -> None:
         """Its answer is whole, and its engine runs nothing for it."""
@@ -98,10 +126,22 @@ class Listening:
         self.say(Stopped(ref, attempt))
 
 
+def finish_of(ref: int, attempt: int = 1, reason: FinishReason = FinishReason.STOP, tokens: int = 8) -> Finish:
+    """A gateway's report of an end, measured by the engine."""
+    delivered = 0 if reason is FinishReason.REPLICA_LOST else tokens
+    return Finish(ref, attempt, reason, delivered, AttemptUsage(INPUT_TOKENS, 0, tokens, Basis.ENGINE))
+
+
+def run_of(granted: Granted, **changes: Any) -> Run:
+    """What a gateway tells of an attempt that it was granted a moment ago."""
+    run = Run(granted.attempt, granted.replica, granted.lane, 10_000_000, granted.delivered_max)
+    return msgspec.structs.replace(run, **changes)
+
+
 class Stand:
     """The coordinator, its fleet and its ledger. store_s: how long each operation of the store takes, by its name.
 
-    leads: whether it may grant now.
+    leads: whether it may grant now. snapshot: the configuration that coordinators work by; asked: each question, and when.
     """
 
     def __init__(
@@ -116,7 +156,9 @@ class Stand:
         self.ledger, self.store_s, self.leads = ledger, dict[Operation, float](), True
         ledger.delay = self._delay
         self._config, self._lanes, self._kv_tokens = config, lanes, kv_tokens
+        self.snapshot = first_snapshot(SPEC)
         self.tenants: dict[int, str] = {}
+        self.asked: dict[int, tuple[Acquire, Nanos]] = {}
         self._last_ref = 0
         self.fleet_s = 0.0
         self._takes_over = False
@@ -142,7 +184,7 @@ class Stand:
             kept=recovered.kept if self._takes_over else None,
         )
         self.fleet.add_pool(Pool(POOL, REVISION.id, 2, self._lanes))
-        self.coordinator = Coordinator(parts, first_snapshot(SPEC))
+        self.coordinator = Coordinator(parts, self.snapshot)
         if self.fleet_s:
             virtual_loop().call_later(self.fleet_s, self._find_replicas, self.fleet)
         else:
@@ -175,7 +217,7 @@ class Stand:
             self.leading.cancel()
         else:
             self.replaced.append(self.leading)
-        recovered = await recover(self.ledger, self.clock, first_snapshot(SPEC), GROUP_MS, keeps_open=True)
+        recovered = await recover(self.ledger, self.clock, self.snapshot, GROUP_MS, keeps_open=True)
         self._takes_over = True
         self.lead(recovered)
         self.run_in(self._tasks)
@@ -189,9 +231,20 @@ class Stand:
         self._last_ref += 1
         return self._last_ref
 
-    def gateway(self, name: str) -> Listening:
-        """One more gateway."""
-        return Listening(self, name)
+    def publish(self, snapshot: Snapshot) -> None:
+        """A newer configuration comes into force, and stays so through a takeover."""
+        self.snapshot = replace(snapshot, version=self.snapshot.version + 1)
+        self.coordinator.publish(self.snapshot)
+
+    def gateway(self, name: str, former: str = "") -> Listening:
+        """One more gateway, or another session of one that tells nothing again."""
+        return Listening(self, Register(name, former))
+
+    def again(self, gateway: Listening) -> Listening:
+        """The next session of a gateway, which tells what it carries."""
+        of, _, number = gateway.name.rpartition(".")
+        name = f"{of}.{int(number) + 1}" if of else f"{gateway.name}.2"
+        return Listening(self, Register(name, gateway.name, reattaches=True))
 
     def execution(self, ref: int) -> Execution | None:
         """The coordinator's own entry of a request; None: it was not admitted."""

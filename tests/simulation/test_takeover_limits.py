@@ -1,0 +1,187 @@
+"""Another coordinator leads: limits of what is held since before count exactly, and what is to stop is stopped, told or not.
+
+The gateways only listen; what they tell again is the test's choice.
+"""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from tests.simulation.session_stand import INPUT_TOKENS, OUTPUT_TOKENS, Stand, finish_of, play
+from tests.simulation.takeover_scenes import LEASE_S, WORST_TOKENS, found, some_run_and_some_wait, tell_running
+from tests.simulation.test_lost_gateways import LOST, a_moment, fill
+
+from weir.core.endings import FinishReason
+from weir.core.ledger.records import BucketTake
+from weir.core.tenancy import Limits, Scope, scopes_of
+from weir.messages import (
+    Admitted,
+    CancelById,
+    EndBooked,
+    Granted,
+    Reattached,
+    Rejected,
+    Stopped,
+    StopRequest,
+)
+from weir.sim.world import key_of, tenant_name
+
+# ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("limits", "code"),
+    [
+        (Limits(concurrency=2), "concurrency_limited"),
+        (Limits(tokens_lifetime=2 * WORST_TOKENS + WORST_TOKENS - 1), "budget_exhausted"),
+        (Limits(tokens_per_day=2 * WORST_TOKENS + WORST_TOKENS - 1), "budget_exhausted"),
+        (Limits(tokens_per_minute=2 * WORST_TOKENS + 150), "tokens_limited"),
+    ],
+)
+def test_what_is_held_since_before_counts_exactly(limits: Limits, code: str) -> None:
+    """Protects limits through a takeover: no more is let through while old work is held, and what it gives back is there."""
+
+    async def script(stand: Stand) -> None:
+        stand.publish(replace(stand.snapshot, limits={Scope(tenant_name(LOST)): limits}))
+        one = stand.gateway("one.1")
+        first, second = await fill(one, LOST)
+        await stand.take_over()
+        again = stand.again(one)
+        for ref in (first, second):
+            tell_running(stand, one, again, ref)
+        again.tell_all()
+        refused = again.ask(LOST)
+        assert [message.code for message in again.about(refused, Rejected)] == [code]
+        again.end(first)
+        admitted = again.ask(LOST)
+        assert again.about(admitted, Granted)
+        again.end(second)
+        again.end(admitted)
+
+    play(script)
+
+
+def test_buckets_get_back_what_was_not_used_at_a_settlement_after_a_takeover() -> None:
+    """Protects the tenant's minute: what was taken before is missing, what was not used returns, and the record says so."""
+
+    async def script(stand: Stand) -> None:
+        stand.publish(replace(stand.snapshot, limits={Scope(tenant_name(LOST)): Limits(tokens_per_minute=6_000)}))
+        one = stand.gateway("one.1")
+        first, second = await fill(one, LOST)
+        assert one.about(second, Admitted)[0].standing.tokens.remaining == 6_000 - 2 * WORST_TOKENS
+        await stand.take_over()
+        again = stand.again(one)
+        for ref in (first, second):
+            tell_running(stand, one, again, ref)
+        [reattached] = again.about(second, Reattached)
+        elapsed_ms = 102  # so much of it has refilled, a token each 10 ms
+        assert reattached.standing.tokens.remaining == 6_000 - 2 * WORST_TOKENS + elapsed_ms // 10
+        again.tell_all()
+        again.end(first)
+        again.end(second)
+        standing = stand.book.standing(
+            scopes_of(tenant_name(LOST), "app", key_of(LOST), "assistant"), stand.clock.monotonic_ns()
+        )
+        assert standing.tokens.remaining == 6_000 - 2 * (INPUT_TOKENS + 8) + elapsed_ms // 10
+        await a_moment()
+        for ref in (first, second):
+            assert stand.end_of(ref).returns == (BucketTake(None, None, None, "tokens_per_minute", OUTPUT_TOKENS - 8),)
+
+    play(script)
+
+
+# ── what is to stop ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_cancel_of_what_nobody_has_told_yet(is_told: bool) -> None:
+    """Protects who cancels: what waits ends at once, what runs as it is told, or with the lease; each cancel is answered."""
+
+    async def script(stand: Stand) -> None:
+        one, other = stand.gateway("one.1"), stand.gateway("other.1")
+        (running, _), (waiting, _) = await some_run_and_some_wait(one)
+        await stand.take_over()
+        asking = stand.again(other)
+        asking.tell_all()
+        asking.say(CancelById(900, tenant_name(LOST), f"id-{running}"))
+        asking.say(CancelById(901, tenant_name(LOST), f"id-{waiting}"))
+        await a_moment()
+        [answer] = found(asking, 901)
+        assert answer.record is not None and answer.record.finish_reason is FinishReason.CLIENT
+        assert not found(asking, 900)
+        reason = FinishReason.COORDINATOR_LOST
+        if is_told:
+            again = stand.again(one)
+            tell_running(stand, one, again, running)
+            again.tell(waiting)
+            again.tell_all()
+            assert [message.reason for message in again.about(running, StopRequest)] == [FinishReason.CLIENT]
+            again.say(finish_of(running, reason=FinishReason.CLIENT))
+            again.say(Stopped(running, 1, 1.0))
+            await a_moment()
+            [booked] = again.about(waiting, EndBooked)
+            assert booked.record.finish_reason is FinishReason.CLIENT
+            reason = FinishReason.CLIENT
+        else:
+            await asyncio.sleep(LEASE_S)
+        [answer] = found(asking, 900)
+        assert answer.record is not None and answer.record.finish_reason is reason
+        assert stand.end_of(running).finish_reason is reason
+
+    play(script)
+
+
+def test_a_revocation_of_what_nobody_has_told_yet() -> None:
+    """Protects a revocation: what waits ends at once, what runs is stopped as soon as its gateway is known."""
+
+    async def script(stand: Stand) -> None:
+        one = stand.gateway("one.1")
+        (running, other), (waiting, left) = await some_run_and_some_wait(one)
+        await stand.take_over()
+        keys = {digest: replace(key, revoked=key.id == key_of(LOST)) for digest, key in stand.snapshot.keys.items()}
+        stand.publish(replace(stand.snapshot, keys=keys))
+        await a_moment()
+        for ref in (waiting, left):
+            assert stand.end_of(ref).finish_reason is FinishReason.REVOKED
+        again = stand.again(one)
+        for ref in (running, other):
+            tell_running(stand, one, again, ref)
+            assert [message.reason for message in again.about(ref, StopRequest)] == [FinishReason.REVOKED]
+        again.tell_all()
+        for ref in (running, other):
+            again.say(finish_of(ref, reason=FinishReason.REVOKED))
+            again.say(Stopped(ref, 1, 1.0))
+        await a_moment()
+        assert stand.end_of(running).finish_reason is FinishReason.REVOKED
+
+    play(script)
+
+
+def test_a_drain_while_something_is_not_told_yet() -> None:
+    """Protects a stop in order: within the grace old work may go on, newcomers are refused, then what runs is asked to stop."""
+
+    async def script(stand: Stand) -> None:
+        one = stand.gateway("one.1")
+        running, untold = await fill(one, LOST)
+        await stand.take_over()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(stand.coordinator.drain(2_000))
+            await asyncio.sleep(0)
+            again = stand.again(one)
+            tell_running(stand, one, again, running)
+            refused = again.ask(LOST)
+            await asyncio.sleep(1.1)
+            assert [message.code for message in again.about(refused, Rejected)] == ["draining"]
+            assert not again.about(running, StopRequest)
+            await asyncio.sleep(1)
+            assert again.about(running, StopRequest)
+            again.say(finish_of(running, reason=FinishReason.SHUTDOWN))
+            again.say(Stopped(running, 1, 1.0))
+            tell_running(stand, one, again, untold)
+            assert [message.reason for message in again.about(untold, StopRequest)] == [FinishReason.SHUTDOWN]
+            again.tell_all()
+            again.say(finish_of(untold, reason=FinishReason.SHUTDOWN))
+            again.say(Stopped(untold, 1, 1.0))
+        assert stand.executions.live_count == 0
+
+    play(script)
