@@ -276,24 +276,37 @@ def settled_at_random(bucket: Bucket, made: list[Made], step: SettleStep, now_ns
         taken.net -= bucket.settle(owner, min(step.used_units, taken.units), now_ns)
 
 
+def played(history: list[tuple[int, Step]], bucket: Bucket, made: list[Made]) -> int:
+    """A history on a bucket, and what it made; when it is over, ns."""
+    now_ns = 0
+    for elapsed_ns, step in history:
+        now_ns += elapsed_ns
+        if isinstance(step, TakeStep) and bucket.wait_ns(step.units, now_ns) == 0:
+            bucket.take(len(made), step.units, now_ns)
+            made.append(Made(now_ns, step.units, step.units))
+        elif isinstance(step, SettleStep):
+            settled_at_random(bucket, made, step, now_ns)
+    return now_ns
+
+
+def rebuilt_at(now_ns: int, rate: int, made: list[Made]) -> Bucket:
+    """Another process's bucket, of the takes of the last two minutes."""
+    bucket = Bucket(rate, now_ns - 2 * NANOS_PER_MINUTE)
+    for owner, taken in enumerate(made):
+        if now_ns - taken.at_ns < 2 * NANOS_PER_MINUTE and taken.net:
+            bucket.restore(taken.net, taken.at_ns, owner if taken.open else None)
+    return bucket
+
+
 @settings(deadline=None, max_examples=300)
 @given(rate=st.integers(1, 12), before=STEADY, after=HISTORIES)
 def test_a_rebuilt_bucket_is_the_one_that_would_have_been(
     rate: int, before: list[tuple[int, Step]], after: list[tuple[int, Step]]
 ) -> None:
     """Protects tenants through a takeover: takes replayed net of their returns, with their owners, change nothing."""
-    now_ns, unbroken, made = 0, Bucket(rate, 0), list[Made]()
-    for elapsed_ns, step in before:
-        now_ns += elapsed_ns
-        if isinstance(step, TakeStep) and unbroken.wait_ns(step.units, now_ns) == 0:
-            unbroken.take(len(made), step.units, now_ns)
-            made.append(Made(now_ns, step.units, step.units))
-        elif isinstance(step, SettleStep):
-            settled_at_random(unbroken, made, step, now_ns)
-    rebuilt = Bucket(rate, now_ns - 2 * NANOS_PER_MINUTE)
-    for owner, taken in enumerate(made):
-        if now_ns - taken.at_ns < 2 * NANOS_PER_MINUTE and taken.net:
-            rebuilt.restore(taken.net, taken.at_ns, owner if taken.open else None)
+    unbroken, made = Bucket(rate, 0), list[Made]()
+    now_ns = played(before, unbroken, made)
+    rebuilt = rebuilt_at(now_ns, rate, made)
     for elapsed_ns, step in after:
         now_ns += elapsed_ns
         match step:

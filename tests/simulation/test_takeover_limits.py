@@ -48,7 +48,7 @@ def test_what_is_held_since_before_counts_exactly(limits: Limits, code: str) -> 
         await stand.take_over()
         again = stand.again(one)
         for ref in (first, second):
-            tell_running(stand, one, again, ref)
+            tell_running(one, again, ref)
         again.tell_all()
         refused = again.ask(LOST)
         assert [message.code for message in again.about(refused, Rejected)] == [code]
@@ -72,7 +72,7 @@ def test_buckets_get_back_what_was_not_used_at_a_settlement_after_a_takeover() -
         await stand.take_over()
         again = stand.again(one)
         for ref in (first, second):
-            tell_running(stand, one, again, ref)
+            tell_running(one, again, ref)
         [reattached] = again.about(second, Reattached)
         elapsed_ms = 102  # so much of it has refilled, a token each 10 ms
         assert reattached.standing.tokens.remaining == 6_000 - 2 * WORST_TOKENS + elapsed_ms // 10
@@ -112,7 +112,7 @@ def test_a_cancel_of_what_nobody_has_told_yet(is_told: bool) -> None:
         reason = FinishReason.COORDINATOR_LOST
         if is_told:
             again = stand.again(one)
-            tell_running(stand, one, again, running)
+            tell_running(one, again, running)
             again.tell(waiting)
             again.tell_all()
             assert [message.reason for message in again.about(running, StopRequest)] == [FinishReason.CLIENT]
@@ -145,7 +145,7 @@ def test_a_revocation_of_what_nobody_has_told_yet() -> None:
             assert stand.end_of(ref).finish_reason is FinishReason.REVOKED
         again = stand.again(one)
         for ref in (running, other):
-            tell_running(stand, one, again, ref)
+            tell_running(one, again, ref)
             assert [message.reason for message in again.about(ref, StopRequest)] == [FinishReason.REVOKED]
         again.tell_all()
         for ref in (running, other):
@@ -168,7 +168,7 @@ def test_a_drain_while_something_is_not_told_yet() -> None:
             tasks.create_task(stand.coordinator.drain(2_000))
             await asyncio.sleep(0)
             again = stand.again(one)
-            tell_running(stand, one, again, running)
+            tell_running(one, again, running)
             refused = again.ask(LOST)
             await asyncio.sleep(1.1)
             assert [message.code for message in again.about(refused, Rejected)] == ["draining"]
@@ -177,7 +177,7 @@ def test_a_drain_while_something_is_not_told_yet() -> None:
             assert again.about(running, StopRequest)
             again.say(finish_of(running, reason=FinishReason.SHUTDOWN))
             again.say(Stopped(running, 1, 1.0))
-            tell_running(stand, one, again, untold)
+            tell_running(one, again, untold)
             assert [message.reason for message in again.about(untold, StopRequest)] == [FinishReason.SHUTDOWN]
             again.tell_all()
             again.say(finish_of(untold, reason=FinishReason.SHUTDOWN))

@@ -4,9 +4,10 @@ The gateways only listen; what they tell again is the test's choice. A lease is 
 """
 
 import asyncio
+from collections.abc import Iterable
 
 import pytest
-from tests.simulation.session_stand import Stand, play
+from tests.simulation.session_stand import Listening, Stand, play
 from tests.simulation.takeover_scenes import LEASE_S, QUEUE_WAIT_S, WORST_TOKENS, found, some_run_and_some_wait, tell_running
 from tests.simulation.test_lost_gateways import LOST, OTHER, a_moment, fill
 
@@ -64,7 +65,7 @@ def test_another_gateway_that_registers_ends_nothing() -> None:
         again = stand.again(one)
         assert stand.book.open_holds == 2
         for ref in (running, other):
-            tell_running(stand, one, again, ref)
+            tell_running(one, again, ref)
             assert again.about(ref, Reattached)
         again.tell_all()
         for ref in (running, other):
@@ -81,7 +82,7 @@ def test_what_a_gateway_does_not_tell_is_lost_and_its_lane_is_free() -> None:
         (told, untold), (waits, left) = await some_run_and_some_wait(one)
         await stand.take_over()
         again = stand.again(one)
-        tell_running(stand, one, again, told)
+        tell_running(one, again, told)
         again.tell(waits)
         await a_moment()
         assert stand.book.open_holds == 4 and not again.about(waits, Granted)
@@ -142,7 +143,7 @@ def test_a_gateway_that_comes_after_the_lease_hears_how_it_ended() -> None:
         await stand.take_over()
         await asyncio.sleep(LEASE_S + 1)
         again = stand.again(one)
-        tell_running(stand, one, again, ref)
+        tell_running(one, again, ref)
         again.tell_all()
         assert stand.running == 1
         await a_moment()
@@ -162,7 +163,7 @@ def test_a_gateway_that_dies_while_it_tells() -> None:
         (told, untold), (waits, left) = await some_run_and_some_wait(one)
         await stand.take_over()
         again = stand.again(one)
-        tell_running(stand, one, again, told)
+        tell_running(one, again, told)
         again.tell(waits)
         stand.coordinator.lose("one.2")
         assert stand.book.open_holds == 2 and stand.waiting == 0
@@ -187,12 +188,12 @@ def test_a_gateway_that_tells_again_after_its_session_was_lost() -> None:
         [told, untold] = await fill(one, LOST)
         await stand.take_over()
         again = stand.again(one)
-        tell_running(stand, one, again, told)
+        tell_running(one, again, told)
         stand.coordinator.lose("one.2")
         await a_moment()
         third = stand.again(again)
         for ref in (told, untold):
-            tell_running(stand, one, third, ref)
+            tell_running(one, third, ref)
         third.tell_all()
         await a_moment()
         assert third.about(untold, Reattached) and not third.about(told, Reattached)
@@ -222,7 +223,7 @@ def test_newcomers_wait_until_all_have_told_or_a_second_passed(told_s: float | N
         left = new.ask(OTHER)
         new.say(Finish(left, 0, FinishReason.DISCONNECT))
         again = stand.again(one)
-        tell_running(stand, one, again, ref)
+        tell_running(one, again, ref)
         await asyncio.sleep((told_s or 1.0) - 0.02)
         assert not new.about(asked, Admitted) and not new.about(asked, Rejected)
         if told_s is not None:
@@ -293,25 +294,34 @@ def test_without_anything_open_only_replicas_are_waited_for() -> None:
 # ── who waits ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+async def asked_now(gateway: Listening) -> int:
+    """One more request, a moment before the next one."""
+    ref = gateway.ask(LOST)
+    await a_moment()
+    return ref
+
+
+def tell_all(gateways: Iterable[Listening]) -> None:
+    """None of them carries anything else."""
+    for gateway in gateways:
+        gateway.tell_all()
+
+
 def test_the_queue_keeps_its_order() -> None:
     """Protects fairness: in whatever order gateways tell what waits, who came first starts first."""
 
     async def script(stand: Stand) -> None:
         other, one, two = (stand.gateway(f"{name}.1") for name in ("other", "one", "two"))
         running = await fill(other, OTHER)
-        waiting = []
-        for gateway in (one, two, one, two):
-            waiting.append((gateway, gateway.ask(LOST)))
-            await a_moment()
+        waiting = [(gateway, await asked_now(gateway)) for gateway in (one, two, one, two)]
         await stand.take_over()
         again = {gateway: stand.again(gateway) for gateway in (other, two, one)}
         for gateway, ref in reversed(waiting):
             again[gateway].tell(ref)
             assert again[gateway].about(ref, Reattached)
         for ref in running:
-            tell_running(stand, other, again[other], ref)
-        for gateway in again.values():
-            gateway.tell_all()
+            tell_running(other, again[other], ref)
+        tell_all(again.values())
         assert stand.waiting == 4 and stand.running == 2
         started: list[int] = []
         for gateway in (again[one], again[two]):
@@ -339,7 +349,7 @@ def test_the_wait_keeps_its_bound() -> None:
         again, another = stand.again(one), stand.again(other)
         again.tell(ref)
         for each in running:
-            tell_running(stand, other, another, each)
+            tell_running(other, another, each)
         again.tell_all()
         another.tell_all()
         await asyncio.sleep(began_s + QUEUE_WAIT_S - 0.05 - asyncio.get_running_loop().time())
@@ -367,7 +377,7 @@ def test_two_takeovers_in_a_row(is_told: bool) -> None:
         again = stand.again(one)
         if is_told:
             for ref in (running, other):
-                tell_running(stand, one, again, ref)
+                tell_running(one, again, ref)
             for ref in (waiting, left):
                 again.tell(ref)
             again.tell_all()
@@ -376,7 +386,7 @@ def test_two_takeovers_in_a_row(is_told: bool) -> None:
         assert stand.book.open_holds == 4
         third = stand.again(again)
         for ref in (running, other):
-            tell_running(stand, one, third, ref)
+            tell_running(one, third, ref)
         for ref in (left, waiting):
             third.tell(ref)
         third.tell_all()
