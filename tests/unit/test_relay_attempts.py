@@ -51,12 +51,13 @@ class Nobody:
 
 
 class Scene:
-    """A relay whose link keeps what it sends; the test is the coordinator."""
+    """A relay whose link keeps what it sends; the test is the coordinator. reopened: refs that it was given anew."""
 
-    def __init__(self, loop: VirtualLoop, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, loop: VirtualLoop, tasks: asyncio.TaskGroup, *, stream: bool = True) -> None:
         clock = VirtualClock(loop)
         self.sent: list[Up] = []
         self.engine = SimulatedEngine()
+        self.reopened: list[int] = []
         self._tasks = tasks
         parts = RelayParts(
             loop=loop,
@@ -68,16 +69,22 @@ class Scene:
             engine_for=lambda kind: self.engine,
             salt_of=lambda plan: "salt",
             spawn=self._spawn,
-            reopen=lambda ref: ref,
-            settled=lambda ref: None,
+            reopen=self._reopen,
             is_heard=lambda: True,
         )
-        request = InferenceRequest(ALIAS.name, "a question with an answer", stream=True)
+        request = InferenceRequest(ALIAS.name, "a question with an answer", stream=stream)
         workload = DEFAULT_WORKLOAD_CLASSES[0]
         plan = Plan(principal_of(0), request, ALIAS, REVISION, workload, 9, InputBasis.EXACT, 40, 60_000)
         self.answer = SimAnswer("it", SimClient(clock, PATIENT, 1_000), Nobody())
         self.relay = Relay(parts, plan, self.answer)
+
+    def admit(self) -> None:
+        """It is queued with everything taken."""
         self.relay.deliver(Admitted(0, 1, StandingView()))
+
+    def _reopen(self, ref: int) -> int:
+        self.reopened.append(ref + 1)
+        return ref + 1
 
     def send(self, message: Up) -> None:
         """The coordinator's port."""
@@ -118,14 +125,16 @@ class Scene:
         assert not self.relay.is_over and not self.relay.is_startable
 
 
-def play(script: Callable[[Scene], Awaitable[None]]) -> None:
+def play(script: Callable[[Scene], Awaitable[None]], *, is_admitted: bool = True, stream: bool = True) -> None:
     """Run it in virtual time."""
 
     async def live() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         async with asyncio.TaskGroup() as tasks:
-            scene = Scene(loop, tasks)
+            scene = Scene(loop, tasks, stream=stream)
+            if is_admitted:
+                scene.admit()
             await script(scene)
             scene.relay.stop(FinishReason.DISCONNECT)
             await scene.engine.aclose()
