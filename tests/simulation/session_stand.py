@@ -221,6 +221,7 @@ class Stand:
         self._takes_over = True
         self.lead(recovered)
         self.run_in(self._tasks)
+        await asyncio.sleep(0)
         return recovered
 
     async def _delay(self, operation: Operation) -> None:
