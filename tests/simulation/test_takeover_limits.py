@@ -12,7 +12,7 @@ from tests.simulation.takeover_scenes import LEASE_S, WORST_TOKENS, found, some_
 from tests.simulation.test_lost_gateways import LOST, a_moment, fill
 
 from weir.core.endings import FinishReason
-from weir.core.ledger.records import BucketTake
+from weir.core.ledger.records import BucketTake, SettleRecord
 from weir.core.tenancy import Limits, Scope, scopes_of
 from weir.messages import (
     Admitted,
@@ -24,7 +24,7 @@ from weir.messages import (
     Stopped,
     StopRequest,
 )
-from weir.sim.world import key_of, tenant_name
+from weir.sim.world import REVISION, key_of, tenant_name
 
 # ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -57,6 +57,74 @@ def test_what_is_held_since_before_counts_exactly(limits: Limits, code: str) -> 
         assert again.about(admitted, Granted)
         again.end(second)
         again.end(admitted)
+
+    play(script)
+
+
+def test_what_nobody_tells_counts_until_the_lease_is_over() -> None:
+    """Protects limits: concurrency and budget of what is not told stay taken for the lease, and are there at its end."""
+
+    async def script(stand: Stand) -> None:
+        limits = Limits(concurrency=2, tokens_lifetime=2 * WORST_TOKENS)
+        stand.publish(replace(stand.snapshot, limits={Scope(tenant_name(LOST)): limits}))
+        await fill(stand.gateway("one.1"), LOST)
+        await stand.take_over()
+        other = stand.gateway("other.1")
+        await asyncio.sleep(LEASE_S - 0.1)
+        assert other.about(other.ask(LOST), Rejected)
+        await asyncio.sleep(0.2)
+        ref = other.ask(LOST)
+        assert other.about(ref, Granted)
+        other.end(ref)
+
+    play(script)
+
+
+def test_a_price_that_changed_meanwhile_is_not_that_of_what_was_held() -> None:
+    """Protects the tenant: a hold keeps the version of the price with which it was taken, also at another coordinator."""
+
+    async def script(stand: Stand) -> None:
+        one = stand.gateway("one.1")
+        ref = one.ask(LOST)
+        await a_moment()
+        price = replace(REVISION.price, version=2, input_microusd=9 * REVISION.price.input_microusd)
+        revisions = {REVISION.id: replace(REVISION, price=price)}
+        stand.publish(replace(stand.snapshot, revisions=revisions, prices={**stand.snapshot.prices, (REVISION.id, 2): price}))
+        await stand.take_over()
+        again = stand.again(one)
+        tell_running(one, again, ref)
+        again.tell_all()
+        again.end(ref)
+        await a_moment()
+        end = stand.end_of(ref)
+        assert isinstance(end, SettleRecord) and end.cost_microusd == REVISION.price.cost(INPUT_TOKENS, 0, 8)
+
+    play(script)
+
+
+def test_a_day_that_ended_meanwhile_keeps_what_was_spent_since() -> None:
+    """Protects budgets at midnight: what was spent today counts, though a request of yesterday is still held."""
+
+    async def script(stand: Stand) -> None:
+        limits = Limits(tokens_per_day=2 * WORST_TOKENS)
+        stand.publish(replace(stand.snapshot, limits={Scope(tenant_name(LOST)): limits}))
+        one = stand.gateway("one.1")
+        yesterday = one.ask(LOST)
+        await a_moment()
+        stand.clock.step_wall(86_400_000)
+        today = one.ask(LOST)
+        one.say(finish_of(today, tokens=OUTPUT_TOKENS))
+        one.say(Stopped(today, 1))
+        await a_moment()
+        await stand.take_over()
+        again = stand.again(one)
+        tell_running(one, again, yesterday)
+        again.tell_all()
+        first, second = again.ask(LOST), again.ask(LOST)
+        assert again.about(first, Granted)
+        assert [message.code for message in again.about(second, Rejected)] == ["budget_exhausted"]
+        again.end(yesterday)
+        again.end(first)
 
     play(script)
 

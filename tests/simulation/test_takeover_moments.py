@@ -262,6 +262,27 @@ def test_who_leaves_while_it_recovers_is_never_asked_for() -> None:
     play(script)
 
 
+def test_a_deadline_that_passes_while_it_recovers() -> None:
+    """Protects callers with little time: who cannot be served in time any more is refused, whatever the wait was for."""
+
+    async def script(stand: Stand) -> None:
+        one = stand.gateway("one.1")
+        [ref, other] = await fill(one, LOST)
+        await stand.take_over()
+        new = stand.gateway("new.1")
+        late = new.ask(OTHER, deadline_left_ms=500)
+        await asyncio.sleep(1.1)
+        [refused] = new.about(late, Rejected)
+        assert refused.code.startswith("deadline_")
+        again = stand.again(one)
+        for each in (ref, other):
+            tell_running(one, again, each)
+            again.end(each)
+        again.tell_all()
+
+    play(script)
+
+
 def test_without_anything_open_only_replicas_are_waited_for() -> None:
     """Protects a quiet takeover: with a replica it decides at once, without one after a second, by what there is then."""
 

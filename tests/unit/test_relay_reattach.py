@@ -125,6 +125,16 @@ async def tried_again(scene: Scene) -> None:
     scene.grant(2)
 
 
+async def finished_the_second_time(scene: Scene) -> None:
+    """Its second attempt's engine ended, and the report is not answered."""
+    await tried_again(scene)
+    scene.relay.deliver(HoldBooked(0))
+    await scene.open()
+    scene.relay.deliver(DeliveryBooked(0, 2, 40))
+    await asyncio.sleep(5)
+    assert [report.attempt for report in scene.of(Finish)] == [1, 2]
+
+
 async def expired(scene: Scene) -> None:
     """It ended in its queue, and that is not durable."""
     await queued(scene)
@@ -203,6 +213,7 @@ TOLD: dict[State, Told] = {
     failed: Told(FIRST_FAILED, finish=(1, "replica_lost"), after=(IN_DOUBT,)),
     failed_and_left: Told(FIRST_FAILED, finish=(1, "replica_lost"), after=(IN_DOUBT, (Finish, 0, "disconnect"))),
     tried_again: Told((2, False, False, False), FIRST_FAILED, after=(IN_DOUBT,)),
+    finished_the_second_time: Told((2, True, True, True), FIRST_FAILED, finish=(2, "length"), after=(IN_DOUBT,), asked=40),
     expired: Told(finish=(0, "queue_wait")),
     refused_a_second_time: Told(FIRST_FAILED, finish=(1, "replica_lost"), after=(IN_DOUBT, (Finish, 0, "replica_lost"))),
     expired_after_a_failure: Told(FIRST_FAILED, finish=(1, "replica_lost"), after=(IN_DOUBT, (Finish, 0, "queue_wait"))),
@@ -256,6 +267,28 @@ def test_nothing_is_told_of_what_is_over(state: State) -> None:
         assert scene.relay.reattach() == ()
 
     play(script, is_admitted=False)
+
+
+@pytest.mark.parametrize("state", [undecided, queued, granted], ids=lambda state: state.__name__)
+def test_a_whole_answer_is_told_until_it_is_booked(state: State) -> None:
+    """Protects whole answers: nothing of one is with its client before the settlement is durable, so its report is repeated."""
+
+    async def script(scene: Scene) -> None:
+        await state(scene)
+        if state is not granted:
+            [told] = scene.relay.reattach()
+            assert isinstance(told, Reattach) and told.run is told.finish is None
+            return
+        await asyncio.sleep(5)
+        [report] = scene.of(Finish)
+        scene.relay.deliver(Ended(0, record(FinishReason.LENGTH)))
+        [told] = scene.relay.reattach()
+        assert isinstance(told, Reattach) and told.finish == report and told.run is not None
+        assert (told.run.has_output, told.run.first_output, told.run.is_stopped) == (True, False, True)
+        scene.relay.deliver(EndBooked(0, record(FinishReason.LENGTH)))
+        assert scene.relay.reattach() == () and scene.relay.whole_text()
+
+    play(script, is_admitted=False, stream=False)
 
 
 def test_since_a_grant_it_runs() -> None:
