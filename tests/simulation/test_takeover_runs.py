@@ -14,6 +14,7 @@ from tests.simulation.test_lost_gateways import LOST, OTHER, a_moment, fill, wai
 from weir.core.endings import FinishReason
 from weir.core.ledger.records import HoldRecord, StepRecord
 from weir.messages import (
+    CancelById,
     DeliveryBooked,
     EndBooked,
     Ended,
@@ -22,7 +23,7 @@ from weir.messages import (
     Reattached,
     Stopped,
 )
-from weir.sim.world import POOL, SMALL_STEPS
+from weir.sim.world import POOL, SMALL_STEPS, tenant_name
 
 
 async def runs_undurably(stand: Stand, one: Listening, other: Listening) -> tuple[int, int]:
@@ -110,6 +111,35 @@ def test_what_was_granted_unheard_waits_again() -> None:
         await a_moment()
         end = settled(stand, ref)
         assert (end.attempt, end.output_tokens, end.platform_microusd) == (1, 8, 0)
+
+    play(script)
+
+
+@pytest.mark.parametrize("is_dispatched", [True, False], ids=["a dispatch is booked", "it waits"])
+def test_who_left_before_a_grant_was_heard(is_dispatched: bool) -> None:
+    """Protects lanes and the tenant: what its gateway ended, or asks to be ended, while nothing ran for it costs nothing."""
+
+    async def script(stand: Stand) -> None:
+        one, other = stand.gateway("one.1"), stand.gateway("other.1")
+        running = [] if is_dispatched else await fill(other, OTHER)
+        left, cancelled = one.ask(LOST), one.ask(LOST)
+        await a_moment()
+        await stand.take_over()
+        again, another = stand.again(one), stand.again(other)
+        another.say(CancelById(900, tenant_name(LOST), f"id-{cancelled}"))
+        again.tell(left, finish=Finish(left, 0, FinishReason.DISCONNECT))
+        again.tell(cancelled)
+        again.tell_all()
+        for ref in running:
+            tell_running(other, another, ref)
+        another.tell_all()
+        assert (stand.running, stand.waiting, stand.book.open_holds) == (len(running), 0, len(running))
+        await a_moment()
+        for ref, reason in ((left, FinishReason.DISCONNECT), (cancelled, FinishReason.CLIENT)):
+            [booked] = again.about(ref, EndBooked)
+            assert (booked.record.finish_reason, booked.record.cost_microusd) == (reason, 0)
+        for ref in running:
+            another.end(ref)
 
     play(script)
 

@@ -8,7 +8,7 @@ import asyncio
 import msgspec
 import pytest
 from tests.simulation.session_stand import Listening, Stand, finish_of, play, run_of
-from tests.simulation.takeover_scenes import STEP_TOKENS, booked_before_it_is_heard, settled
+from tests.simulation.takeover_scenes import LEASE_S, STEP_TOKENS, booked_before_it_is_heard, settled
 from tests.simulation.test_lost_gateways import LOST, OTHER, a_moment, fill
 
 from weir import errors
@@ -199,5 +199,70 @@ def test_the_store_does_not_answer_in_time_while_a_gateway_tells() -> None:
         await asyncio.sleep(0.2)
         assert again.about(granted.ref, NotHeld) == [NotHeld(granted.ref, is_known=False)]
         again.say(Stopped(granted.ref, 1, 1.0))
+
+    play(script)
+
+
+def test_what_is_over_here_and_not_durable_is_not_asked_for_afresh() -> None:
+    """Protects ids: what was given up here is held in the store until its end is written, so nothing can be said of it."""
+
+    async def script(stand: Stand) -> None:
+        one = stand.gateway("one.1")
+        ref = one.ask(LOST)
+        await a_moment()
+        [granted] = one.about(ref, Granted)
+        await stand.take_over()
+        stand.store_s["write"] = 1.0
+        await asyncio.sleep(LEASE_S + 0.1)
+        assert stand.book.open_holds == 0
+        again = stand.again(one)
+        again.tell(ref, run_of(granted))
+        again.tell_all()
+        await a_moment()
+        assert again.about(ref, NotHeld) == [NotHeld(ref, is_known=False)]
+        again.say(Stopped(ref, 1, 1.0))
+        await asyncio.sleep(2)
+        stand.check_ended(ref)
+
+    play(script)
+
+
+def test_several_that_were_never_held() -> None:
+    """Protects lanes: each keeps its own until its engine stopped, also where replicas become known one after the other."""
+
+    async def script(stand: Stand) -> None:
+        one = stand.gateway("one.1")
+        stand.store_s["write"] = 1.0
+        refs = [one.ask(LOST) for _ in range(2)]
+        grants = [one.about(ref, Granted)[0] for ref in refs]
+        stand.fleet_s = 0.5
+        await stand.take_over()
+        stand.store_s.clear()
+        again = stand.again(one)
+        for granted in grants:
+            again.tell(granted.ref, run_of(granted))
+        again.tell_all()
+        await a_moment()
+        again.say(Stopped(refs[0], 1, 1.0))
+        again.say(Stopped(refs[0], 1, 1.0))
+        again.say(Stopped(900, 1, 1.0))
+        await asyncio.sleep(1)
+        assert stand.running == 1 and stand.fleet.pool(POOL).replicas[grants[1].replica.name].running == 1
+        stand.coordinator.lose("one.2")
+        assert stand.running == 0
+
+    play(script)
+
+
+def test_a_coordinator_that_ends_asks_its_store_no_more() -> None:
+    """Protects who waits: of what is not held nothing is said but that nothing can be said."""
+
+    async def script(stand: Stand) -> None:
+        one = stand.gateway("one.1")
+        granted = await runs_unheld(stand, one)
+        again = stand.again(one)
+        stand.coordinator.close()
+        again.tell(granted.ref, run_of(granted, is_stopped=True))
+        assert again.about(granted.ref, NotHeld) == [NotHeld(granted.ref, is_known=False)]
 
     play(script)
