@@ -4,6 +4,7 @@ The gateways only listen; what they tell again is the test's choice. Each of two
 """
 
 import asyncio
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -12,7 +13,9 @@ from tests.simulation.takeover_scenes import LEASE_S, STEP_TOKENS, booked_before
 from tests.simulation.test_lost_gateways import LOST, OTHER, a_moment, fill
 
 from weir import errors
+from weir.core.endings import FinishReason
 from weir.core.ledger.records import HoldRecord
+from weir.core.registry.model import Pool
 from weir.messages import (
     DeliveryBooked,
     EndBooked,
@@ -225,6 +228,38 @@ def test_what_is_over_here_and_not_durable_is_not_asked_for_afresh() -> None:
         stand.check_ended(ref)
 
     play(script)
+
+
+@pytest.mark.parametrize("revision", [None, "sim@2"], ids=["it is gone", "it serves another revision"])
+def test_what_its_pool_serves_no_more_has_ended(revision: str | None) -> None:
+    """Protects the pinned revision: what waits or runs for one that is served no more ends at the start, and is told so."""
+
+    async def script(stand: Stand) -> None:
+        one = stand.gateway("one.1")
+        running = await fill(one, LOST)
+        waiting = one.ask(LOST)
+        await a_moment()
+        stand.snapshot = replace(stand.snapshot, pools=_pools_of(stand, revision))
+        await stand.take_over()
+        assert stand.book.open_holds == 0
+        again = stand.again(one)
+        for ref in running:
+            again.tell(ref, run_of(one.about(ref, Granted)[0]))
+        again.tell(waiting)
+        again.tell_all()
+        await a_moment()
+        for ref in (*running, waiting):
+            [booked] = again.about(ref, EndBooked)
+            assert booked.record.finish_reason is FinishReason.COORDINATOR_LOST and not again.about(ref, Granted)
+            stand.check_ended(ref)
+            again.say(Stopped(ref, 1, 1.0))
+
+    play(script)
+
+
+def _pools_of(stand: Stand, revision: str | None) -> dict[str, Pool]:
+    """What is served from now on: the pool with another revision, or not at all."""
+    return {} if revision is None else {POOL: replace(stand.snapshot.pools[POOL], revision=revision)}
 
 
 def test_several_that_were_never_held() -> None:
