@@ -277,7 +277,7 @@ def test_a_whole_answer_is_told_until_it_is_booked(state: State) -> None:
         await state(scene)
         if state is not granted:
             [told] = scene.relay.reattach()
-            assert isinstance(told, Reattach) and told.run is told.finish is None
+            assert isinstance(told, Reattach) and (told.run, told.finish) == (None, None)
             return
         await asyncio.sleep(5)
         [report] = scene.of(Finish)
