@@ -57,10 +57,10 @@ class LanesMachine(RuleBasedStateMachine):
         left = set(range(replica.limits.concurrency)) - taken
         before = replica.state
         lane = replica.retake_lane(named, 10, 5, self.now_ns)
-        assert lane == (None if not left else named if named in left else min(left))
+        beyond = 1 + max(replica.limits.concurrency - 1, *taken) if taken else 0
+        assert lane == (beyond if not left else named if named in left else min(left))
         assert replica.state is before
-        if lane is not None:
-            self.running.append((replica, lane))
+        self.running.append((replica, lane))
 
     @rule(which=st.integers(0, 11))
     def speak(self, which: int) -> None:
@@ -176,14 +176,17 @@ def test_a_lane_is_taken_again_in_every_state(path: list[ReplicaEvent], named: i
         replica.free_lane(lane)
 
 
-def test_more_than_there_are_lanes_gets_none() -> None:
-    """Protects a replica's count: where every lane is taken nothing changes, and the next that comes free is the one."""
+def test_more_than_there_are_lanes_is_beyond_them() -> None:
+    """Protects a replica whose lanes are fewer now: what ran before counts, and new work waits until it has stopped."""
     replica = Replica("r", "pool", ReplicaLimits(2))
     replica.answered(0)
-    assert [replica.retake_lane(lane, 10, 5, 0) for lane in (1, 1, 0, None)] == [1, 0, None, None]
-    assert (replica.running, replica.free, replica.room.kv_tokens) == (2, 0, 20)
-    replica.free_lane(1)
-    assert replica.retake_lane(None, 10, 5, 0) == 1
+    assert [replica.retake_lane(lane, 10, 5, 0) for lane in (1, 1, 0, None)] == [1, 0, 2, 3]
+    assert (replica.running, replica.free, replica.room.kv_tokens) == (4, 0, 40)
+    for lane in (1, 2):
+        replica.free_lane(lane)
+    assert (replica.running, replica.free) == (2, 0)
+    replica.free_lane(3)
+    assert replica.take_lane() == 1
 
 
 def test_new_work_gets_the_lanes_that_are_left() -> None:

@@ -106,7 +106,7 @@ class Listening:
         """It carries this request, as its session before did."""
         asked, at_ns = self._stand.asked[ref]
         elapsed_ms = ceil_ms_from_ns(self._stand.clock.monotonic_ns() - at_ns)
-        self.say(Reattach(later(asked, elapsed_ms), run, earlier, finish))
+        self.say(Reattach(later(asked, elapsed_ms), run, earlier, finish=finish))
 
     def tell_all(self) -> None:
         """That was everything."""

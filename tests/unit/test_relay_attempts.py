@@ -70,6 +70,7 @@ class Scene:
             salt_of=lambda plan: "salt",
             spawn=self._spawn,
             reopen=self._reopen,
+            settled=lambda ref: None,
             is_heard=lambda: True,
         )
         request = InferenceRequest(ALIAS.name, "a question with an answer", stream=stream)

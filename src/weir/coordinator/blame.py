@@ -33,6 +33,8 @@ class Blame:
         """Report the end of the attempt that ran; the end as it counts, `quarantined` if its request crashed two replicas."""
         placement = execution.placement
         assert placement is not None
+        if not finish.attempt:
+            return finish  # its gateway heard of no grant: nothing of it ran there
         replica = placement.replica
         is_stopping = replica.state in (ReplicaState.DRAINING, ReplicaState.STOPPED)
         self._fleet.attempt_ended(replica, placement.lane, finish.reason, showed_output=finish.ttft_ms is not None)

@@ -438,8 +438,7 @@ class Coordinator:
         elif is_ended:
             self._settler.settle(execution, finish)
         else:
-            if finish.attempt:  # else its gateway heard of no grant: nothing of it ran there
-                finish = self._blame.judge(execution, finish)
+            finish = self._blame.judge(execution, finish)
             if not self._dispatcher.retry(execution, finish):
                 self._settler.settle(execution, finish)
             if finish.reason is FinishReason.QUARANTINED:

@@ -146,7 +146,7 @@ def resume(execution: Execution, told: Reattach, attempt: int, delivered_max: To
         execution.lost = None
     elif told.lost is not None:
         execution.lost, _ = sane_usage(told.lost)
-    elif attempt == 1:  # the dispatch of the second was not durable: this is what is known of the first
+    elif attempt < run.attempt:  # the dispatch of the second was not durable: this is what is known of the first
         execution.lost = _lost(execution, delivered_max)
     execution.delivered_max = delivered_max if attempt == run.attempt else 0
 
