@@ -191,20 +191,22 @@ class Stand:
             self._find_replicas(self.fleet)
 
     def _find_replicas(self, fleet: Fleet) -> None:
-        for name in ("first", "second"):
-            fleet.add(name, POOL, self._lanes)
-            address = ReplicaAddress(
-                name,
-                POOL,
-                REVISION.id,
-                EngineKind.SIMULATED,
-                f"at {name}",
-                "model",
-                4_096,
-                counts_tokens=True,
-                kv_tokens=self._kv_tokens,
-            )
-            fleet.answered(address)
+        """As control names them: all of them, and what changes is announced once."""
+        with fleet.at_once():
+            for name in ("first", "second"):
+                fleet.add(name, POOL, self._lanes)
+                address = ReplicaAddress(
+                    name,
+                    POOL,
+                    REVISION.id,
+                    EngineKind.SIMULATED,
+                    f"at {name}",
+                    "model",
+                    4_096,
+                    counts_tokens=True,
+                    kv_tokens=self._kv_tokens,
+                )
+                fleet.answered(address)
 
     def run_in(self, tasks: asyncio.TaskGroup) -> None:
         """Run its coordinator; one that finds that another leads ends quietly."""

@@ -430,3 +430,23 @@ def test_a_replica_that_another_supervisor_named_otherwise_is_found_by_its_addre
         again.end(ref)
 
     play(script)
+
+
+def test_a_failure_told_before_replicas_are_known_is_tried_again() -> None:
+    """Protects the one retry: a takeover that does not know its replicas yet waits for them before it gives a request up."""
+
+    async def script(stand: Stand) -> None:
+        one = stand.gateway("one.1")
+        ref = one.ask(LOST)
+        await a_moment()
+        [first] = one.about(ref, Granted)
+        stand.fleet_s = 0.3  # well within the second of recovering
+        await stand.take_over()
+        again = stand.again(one)
+        again.tell(ref, run_of(first, is_stopped=True), finish=finish_of(ref, reason=FinishReason.REPLICA_LOST, tokens=3))
+        again.tell_all()
+        await asyncio.sleep(0.5)
+        [second] = again.about(ref, Granted)
+        again.end(ref, second.attempt)
+
+    play(script)

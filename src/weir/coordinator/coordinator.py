@@ -135,7 +135,7 @@ class Coordinator:
         self._receivers: dict[type, Callable[[Session, Any], None]] = {
             Acquire: self._on_acquire,
             Progress: self._on_progress,
-            Finish: self._on_finish,
+            Finish: self._takeover.on_finish,
             Stopped: self._on_stopped,
             Reattach: self._takeover.on_reattach,
             ReattachedAll: self._takeover.on_reattached_all,

@@ -13,6 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import structlog
@@ -29,6 +30,7 @@ from weir.coordinator.strays import Strays
 from weir.core.registry.snapshot import Snapshot
 from weir.core.request import ATTEMPTS_MAX
 from weir.core.routing.replica import Replica
+from weir.core.routing.retry import is_retryable
 from weir.core.tenancy import Scopes
 from weir.messages import (
     Acquire,
@@ -111,6 +113,7 @@ class Takeover:
         self._unplaced: dict[int, _Unplaced] = {}  # by the identity of the placement
         self._strays = Strays(parts.clock, parts.fleet)
         self._in_doubt: list[_Unplaced] = []
+        self._failures: dict[tuple[str, int], Callable[[], None]] = {}  # to be tried again, by session and ref
         self._deferred: deque[Callable[[], None]] = deque()
         self._timers: list[asyncio.TimerHandle] = []
         self.is_recovering = False
@@ -178,6 +181,9 @@ class Takeover:
         self.is_recovering = False
         for each in list(self._unplaced.values()):  # of gateways that were not heard: whichever lane is left
             self._try_to_place(each)
+        failures, self._failures = self._failures, {}
+        for take in failures.values():
+            take()
         self._parts.dispatcher.schedule()
         while self._deferred:
             self._deferred.popleft()()
@@ -251,9 +257,24 @@ class Takeover:
         elif told.finish is None:
             self._wait_again(execution)
         if told.finish is not None:
-            self._parts.finish(session, told.finish, is_ended=told.is_ended)
+            self._take_finish(session, told, told.finish)
         elif execution.stop_asked is not None:
             session.inbox.deliver(StopRequest(asked.ref, execution.stop_asked))
+
+    def _take_finish(self, session: Session, told: Reattach, finish: Finish) -> None:
+        """What was reported; whether a failure is tried again is asked once replicas are known."""
+        may_retry = is_retryable(finish.reason, finish.attempt, delivered=finish.delivered_tokens > 0) and not told.is_ended
+        take = partial(self._parts.finish, session, finish, is_ended=told.is_ended)
+        if self.is_recovering and may_retry:
+            self._failures[session.name, finish.ref] = take
+        else:
+            take()
+
+    def on_finish(self, session: Session, finish: Finish) -> None:
+        """A gateway's report; a failure that it told of the same request comes first."""
+        if self._failures and (take := self._failures.pop((session.name, finish.ref), None)) is not None:
+            take()
+        self._parts.finish(session, finish, is_ended=False)
 
     def _tell_end(self, session: Session, execution: Execution) -> None:
         """It ended while nobody carried it."""
