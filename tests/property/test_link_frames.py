@@ -15,7 +15,7 @@ from weir.core.ledger.records import Timing
 from weir.core.metering import Basis, InputBasis, Price
 from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES, Alias, EngineKind, Pool, Revision
 from weir.core.registry.snapshot_parts import SnapshotPart
-from weir.core.request import DEADLINE_MS_MAX
+from weir.core.request import ATTEMPTS_MAX, DEADLINE_MS_MAX
 from weir.core.tenancy import ApiKey, Application, ServiceClass, Tenant
 from weir.core.windows import FormerZone
 from weir.link import frames
@@ -386,6 +386,47 @@ def test_a_field_with_any_value_is_read_or_ends_the_link(which: int, place: int,
     known = msgspec.to_builtins(_MESSAGES[which][1], builtin_types=(bytes,))
     name = sorted(known)[place % len(known)]
     _decode_with_every_reader(encode([known | {name: value}]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_output_tokens", 0),
+        ("max_output_tokens", TOKENS_MAX + 1),
+        ("choices", 0),
+        ("choices", CHOICES_MAX + 1),
+        ("input_tokens", -1),
+        ("input_tokens", TOKENS_MAX + 1),
+        ("input_bytes", -1),
+        ("waited_ns", -1),
+        ("deadline_left_ms", DEADLINE_MS_MAX + 1),
+    ],
+)
+def test_a_question_with_a_number_that_nobody_asks_for_ends_the_link(name: str, value: int) -> None:
+    """Protects the core, which asserts such bounds: they are checked as a question is read, also in one that is told again."""
+    asked = msgspec.structs.replace(_ACQUIRE, **{name: value})
+    for said in (asked, Reattach(asked)):
+        with pytest.raises(errors.LinkFault):
+            decode_up(encode([said]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attempt", 0),
+        ("attempt", ATTEMPTS_MAX + 1),
+        ("lane", -1),
+        ("since_ns", -1),
+        ("delivered_max", -1),
+        ("delivered_max", TOKENS_MAX + 1),
+    ],
+)
+def test_a_run_with_a_number_that_there_cannot_be_ends_the_link(name: str, value: int) -> None:
+    """Protects lanes and books: what a gateway tells of an attempt is one of the two that there may be, with counts."""
+    run = msgspec.structs.replace(_RUN, **{name: value})
+    for said in (Reattach(_ACQUIRE, run), Reattach(_ACQUIRE, _RUN, earlier=run)):
+        with pytest.raises(errors.LinkFault):
+            decode_up(encode([said]))
 
 
 @pytest.mark.parametrize("depth", [10, 10_000, 1_000_000])
