@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from weir import errors
 from weir.core.registry.snapshot import Snapshot
 from weir.link.channel import Channel
 from weir.link.coordinator_end import CoordinatorEnd
@@ -74,15 +75,21 @@ class HostSession:
 
 
 class RecordingHost:
-    """A coordinator that records. sessions: all that there ever were, by name, each name once. lost: in order."""
+    """A coordinator that records. sessions: all that there ever were, by name, each name once. lost: in order.
+
+    kept: names of sessions that a former coordinator had; nobody opens one of these.
+    """
 
     def __init__(self) -> None:
         self.fresh_ms: Millis | None = None
         self.snapshot = Snapshot(version=1)
         self.sessions: dict[str, HostSession] = {}
         self.lost: list[str] = []
+        self.kept: set[str] = set()
 
     def connect(self, register: Register, inbox: GatewayInbox) -> HostSession:
+        if register.session in self.kept:
+            raise errors.LinkFault("A session of this name is another gateway's.")
         assert register.session not in self.sessions
         session = self.sessions[register.session] = HostSession(register, inbox)
         inbox.deliver(self.snapshot)

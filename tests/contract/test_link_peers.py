@@ -236,6 +236,22 @@ async def test_a_name_of_another(stand: LinkStand) -> None:
     assert (gateway.lost, coordinator.host.lost) == (0, [])
 
 
+async def test_a_name_that_a_former_coordinator_knew(stand: LinkStand) -> None:
+    """A greeting under a name that is kept for another opens nothing and harms none; once it is free, it is anybody's."""
+    coordinator, gateway = await linked(stand)
+    coordinator.host.kept.add("kept.1")
+    hello = frames.frame(frames.Kind.HELLO, frames.encode(frames.Hello("kept.1", "", reattaches=True)))
+    assert await answer_to(coordinator, hello) == b""
+    assert coordinator.end.sessions == ("gateway-1.1",)
+    await check_both_ways(coordinator, gateway, 1)
+    assert (gateway.lost, coordinator.host.lost) == (0, [])
+    coordinator.host.kept.clear()
+    broken = frames.frame(frames.Kind.BATCH, b"", epoch=2)
+    answer = await answer_to(coordinator, hello + broken)
+    assert frames.FrameSplitter().feed(answer)[0].kind is frames.Kind.WELCOME
+    assert "kept.1" in coordinator.host.open
+
+
 async def answer_to(coordinator: StandingCoordinator, said: bytes) -> bytes:
     """What a connection that says this gets until it is closed."""
     reader, writer = await asyncio.open_unix_connection(str(coordinator.path))

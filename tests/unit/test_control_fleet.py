@@ -149,6 +149,27 @@ def test_what_a_replay_does_not_name_is_gone(kept: Kept) -> None:
     assert [view.name for view in kept.fleet.pools_of("rev")] == ["behind"] and kept.names("pool") == set()
 
 
+def test_a_replay_is_announced_once(kept: Kept) -> None:
+    """Protects placement from half a fleet: waiting work looks for replicas when all are as control says, and not before."""
+    announced: list[dict[str, ReplicaState]] = []
+
+    def look() -> None:
+        announced.append({name: replica.state for pool in kept.fleet.pools for name, replica in pool.replicas.items()})
+
+    kept.fleet.on_change = look
+    launched = ["pool-1", "pool-2"]
+    kept.replay(
+        *behind("two-1"),
+        PoolKept(POOL),
+        *(ReplicaAdded(name, "pool", 2) for name in launched),
+        *(ReplicaAnswered(address_of(name)) for name in launched),
+        ReplicaDrained("behind", "two-1"),
+    )
+    assert announced == [dict.fromkeys(launched, ReplicaState.READY) | {"one-1": ReplicaState.DRAINING}]
+    kept.controlled.apply(ReplicaDoubted("pool", "pool-1"))
+    assert len(announced) == 2
+
+
 def test_pools_on_record_are_known_before_control_is(kept: Kept) -> None:
     """Protects the first moments of a coordinator: a request finds a pool without capacity, not an unknown model."""
     kept.controlled.declare([Pool("recorded", "old", 1, 1)])
