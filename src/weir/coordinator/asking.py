@@ -29,7 +29,7 @@ def check_asked(asked: Acquire, session: Session, snapshot: Snapshot) -> None:
     """Raises LinkFault for what no gateway of ours asks: none lets it in that is not in the snapshot."""
     is_known = (asked.tenant, asked.application) in snapshot.applications and asked.tenant in snapshot.tenants
     has_class = any(row.name == asked.workload_class for row in snapshot.workload_classes)
-    if asked.ref in session.by_ref or not (is_known and has_class):
+    if session.has(asked.ref) or not (is_known and has_class):
         raise errors.LinkFault("A gateway asks for what it cannot ask.")
 
 

@@ -24,6 +24,10 @@ class Session:
     is_open: bool = True
     may_tell: bool = False
 
+    def has(self, ref: int) -> bool:
+        """Whether a request of this reference is pending, or waits to be decided about."""
+        return ref in self.by_ref or ref in self.asking
+
 
 class _Nobody:
     """The inbox of a session that is over: what is still on its way to it is dropped."""

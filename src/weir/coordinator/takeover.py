@@ -221,7 +221,7 @@ class Takeover:
 
     def on_reattach(self, session: Session, told: Reattach) -> None:
         """A gateway carries this request. Raises LinkFault for what no gateway of ours tells."""
-        if not session.may_tell or told.acquire.ref in session.by_ref or not _is_possible(told):
+        if not session.may_tell or session.has(told.acquire.ref) or not _is_possible(told):
             raise errors.LinkFault("A gateway tells what it cannot tell.")
         kept = self._kept.get(told.acquire.generation_id)
         if kept is not None and kept.execution.acquire.body_digest == told.acquire.body_digest:
