@@ -34,22 +34,37 @@ def calls_of(world: LinkWorld, asked: Asked) -> int:
     return sum(call.prompt == asked.prompt for call in world.engine.calls)
 
 
+def ends_heard(world: LinkWorld, gateway: LinkedGateway) -> list[Ended]:
+    """From now on, each end that the coordinator tells a gateway before it is durable."""
+    told: list[Ended] = []
+
+    def hear(hearer: LinkedGateway | None, moment: Moment, message: Up | Down) -> None:
+        if hearer is gateway and moment == "arrived" and isinstance(message, Ended):
+            told.append(message)
+
+    world.hear = hear
+    return told
+
+
+def check_told(world: LinkWorld, asked: Asked, status: str, reason: str) -> None:
+    """AssertionError unless its client was told what is durable, and it ran once."""
+    record, end = asked.answer.record, world.durable_end(asked)
+    assert record is not None and end is not None
+    assert (record.status, record.finish_reason) == (end.status, end.finish_reason) == (status, reason)
+    assert calls_of(world, asked) == 1
+
+
 def test_what_a_coordinator_ended_is_not_tried_again() -> None:
     """Protects who was told: an end that a gateway heard stays, though its record died, and nothing is tried again."""
 
     async def script(world: LinkWorld) -> None:
-        gateway, told = world.gateways[0], list[Ended]()
+        gateway = world.gateways[0]
         blocker = gateway.ask(tenant=1, max_output_tokens=200)
         await until(lambda: blocker.tokens, 5, "one replica is taken")
         world.engine.fault_plan = lambda call: (0, errors.EngineError()) if call.prompt == LONG_PROMPTS[1] else None
         asked = gateway.ask(request_id="named")
         await until(lambda: world.stand.waiting == 1, 5, "it waits for its second attempt")
-
-        def hear(hearer: LinkedGateway | None, moment: Moment, message: Up | Down) -> None:
-            if hearer is gateway and moment == "arrived" and isinstance(message, Ended):
-                told.append(message)
-
-        world.hear = hear
+        told = ends_heard(world, gateway)
         world.stand.store_s["write"] = 0.6
         gateway.cancel(0, "named")
         await until(lambda: told, 5, "its end is heard")
@@ -58,10 +73,28 @@ def test_what_a_coordinator_ended_is_not_tried_again() -> None:
         world.stand.store_s.clear()
         await until(lambda: asked.done_s is not None, 10, "it ends")
         await until(lambda: world.is_quiet, 10, "it rests")
-        record, end = asked.answer.record, world.durable_end(asked)
-        assert record is not None and end is not None
-        assert (record.status, record.finish_reason) == (end.status, end.finish_reason) == ("cancelled", "client")
-        assert calls_of(world, asked) == 1
+        check_told(world, asked, "cancelled", "client")
+
+    play_links(script, Setting(gateways=1, lanes=1))
+
+
+def test_a_failure_that_was_the_end_is_not_tried_again() -> None:
+    """Protects who was told: no other replica was there to try it again; the next coordinator has one, and it has ended."""
+
+    async def script(world: LinkWorld) -> None:
+        gateway = world.gateways[0]
+        world.stand.fleet.gone(POOL, "second")
+        world.engine.fault_plan = lambda call: (10, errors.EngineError())
+        asked = gateway.ask(stream=False)
+        await until(lambda: any(each.hold_durable for each in world.stand.executions.live), 5, "its hold is durable")
+        told = ends_heard(world, gateway)
+        world.stand.store_s["write"] = 0.6
+        await until(lambda: told, 5, "its end is heard")
+        await world.take_over(0.05)
+        world.stand.store_s.clear()
+        await until(lambda: asked.done_s is not None, 10, "it ends")
+        await until(lambda: world.is_quiet, 10, "it rests")
+        check_told(world, asked, "failed", "engine_error")
 
     play_links(script, Setting(gateways=1, lanes=1))
 
