@@ -7,8 +7,8 @@ and the open holds tell the same end, and the payer is the table's. Each test ca
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal
@@ -260,6 +260,29 @@ class Stage:
 
 
 # ── how an answer is read ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def stream_body(request_id: str, script: Script) -> dict[str, Any]:
+    """What `streaming` asks for."""
+    return {
+        "request_id": request_id,
+        "model_alias": "assistant",
+        "input": script.prompt(),
+        "max_output_tokens": script.tokens + 100,
+        "stream": True,
+    }
+
+
+@asynccontextmanager
+async def streaming(url: str, caller: Caller, request_id: str, script: Script) -> AsyncIterator[Call]:
+    """A stream through one gateway that has shown output."""
+    headers = {"authorization": f"Bearer {caller.secret}"}
+    async with calling(url, "/v1/generations", body=stream_body(request_id, script), headers=headers) as call:
+        assert await call.head() == 200
+        async for event in call.events():
+            if event.name == "output":
+                break
+        yield call
 
 
 async def read_shown(call: Call) -> Shown:

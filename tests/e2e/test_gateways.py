@@ -8,12 +8,11 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.ending_stage import Caller, Stage, read_shown, wait_until
+from tests.e2e.ending_stage import Stage, read_shown, stream_body, streaming, wait_until
 from tests.e2e.processes import children_of, wait_process_gone
 from tests.e2e.running_cell import RunningCell, kill_if_running, running_cell, start_cell
 from tests.e2e.scripted_engine import Script, ScriptedEngine
@@ -60,34 +59,16 @@ def owner_of(url: str, cell: RunningCell) -> int:
     raise AssertionError(f"nobody listens at {url}")
 
 
-@asynccontextmanager
-async def streaming(stage: Stage, caller: Caller, url: str, request_id: str) -> AsyncIterator[object]:
-    """A long stream through one gateway that has shown output."""
-    body = {
-        "request_id": request_id,
-        "model_alias": "assistant",
-        "input": LONG.prompt(),
-        "max_output_tokens": 3_000,
-        "stream": True,
-    }
-    async with calling(url, "/v1/generations", body=body, headers={"authorization": f"Bearer {caller.secret}"}) as call:
-        assert await call.head() == 200
-        async for event in call.events():
-            if event.name == "output":
-                break
-        yield call
-
-
 async def test_every_gateway_serves_knows_and_cancels_every_request(stage: Stage) -> None:
     """Protects one platform: what one gateway runs another one shows and cancels; the shared address reaches one."""
     caller = await stage.caller()
     first, second = stage.cell.ready["gateways"]
-    async with streaming(stage, caller, first, "across") as call:
+    async with streaming(first, caller, "across", LONG) as call:
         shown = await ask(second, "/v1/generations/across", key=caller.secret)
         assert (shown.status, shown.json["status"]) == (200, "running")
         cancelled = await ask(second, "/v1/generations/across/cancel", method="POST", key=caller.secret)
         assert (cancelled.status, cancelled.json["status"]) == (200, "cancelled")
-        assert (await read_shown(call)).reason == "client"  # type: ignore[arg-type]
+        assert (await read_shown(call)).reason == "client"
     for url in (stage.cell.ready["api"], first, second):
         assert (await ask(url, "/readyz")).status == 200
         assert (await ask(url, "/v1/models", key=caller.secret)).status == 200
@@ -109,14 +90,8 @@ async def test_one_id_at_two_gateways_runs_once(stage: Stage) -> None:
     """Protects idempotency across gateways: the second one learns that it is in flight, and afterwards that it has ended."""
     caller = await stage.caller()
     first, second = stage.cell.ready["gateways"]
-    body = {
-        "request_id": "twice",
-        "model_alias": "assistant",
-        "input": LONG.prompt(),
-        "max_output_tokens": 3_000,
-        "stream": True,
-    }
-    async with streaming(stage, caller, first, "twice"):
+    async with streaming(first, caller, "twice", LONG):
+        body = stream_body("twice", LONG)
         again = await ask(second, "/v1/generations", method="POST", key=caller.secret, body=body)
         assert (again.status, again.json["code"]) == (409, "request_in_flight")
     await stage.wait_status(caller, "twice", "cancelled")
@@ -141,11 +116,11 @@ async def test_concurrency_is_exact_across_gateways(stage: Stage) -> None:
 async def test_a_revoked_key_is_refused_everywhere_and_its_work_cancelled(stage: Stage) -> None:
     """Protects revocation: once the change is answered no gateway takes the key, and a running stream ends as revoked."""
     caller = await stage.caller()
-    async with streaming(stage, caller, stage.cell.ready["gateways"][1], "revoked") as call:
+    async with streaming(stage.cell.ready["gateways"][1], caller, "revoked", LONG) as call:
         await stage.revoke(caller)
         for url in stage.cell.ready["gateways"]:
             assert (await ask(url, "/v1/models", key=caller.secret)).status == 403
-        assert (await read_shown(call)).reason == "revoked"  # type: ignore[arg-type]
+        assert (await read_shown(call)).reason == "revoked"
     await stage.check_ended(caller, "revoked", "revoked", "tenant")
 
 
@@ -153,7 +128,7 @@ async def test_a_killed_gateway_takes_only_its_own_with_it(stage: Stage, engine:
     """Protects the rest: its streams break, their engines stop, holds and lanes return within the lease, it starts again."""
     lost, kept = await stage.caller(), await stage.caller()
     first, second = stage.cell.ready["gateways"]
-    async with streaming(stage, lost, first, "lost"), streaming(stage, kept, second, "kept") as other:
+    async with streaming(first, lost, "lost", LONG), streaming(second, kept, "kept", LONG) as other:
         os.kill(owner_of(first, stage.cell), signal.SIGKILL)
 
         async def is_resolved() -> bool:
@@ -174,7 +149,7 @@ async def test_a_killed_gateway_takes_only_its_own_with_it(stage: Stage, engine:
 
         await wait_until(serves_again, "the gateway was started again at its address", 30)
         cancelled = await ask(first, "/v1/generations/kept/cancel", method="POST", key=kept.secret)
-        assert cancelled.status == 200 and (await read_shown(other)).reason == "client"  # type: ignore[arg-type]
+        assert cancelled.status == 200 and (await read_shown(other)).reason == "client"
     await stage.check_quiet()
     assert engine.running == 0
 
@@ -184,7 +159,7 @@ async def test_a_gateway_that_froze_comes_back_with_nothing_of_its_own(stage: St
     caller = await stage.caller()
     first, second = stage.cell.ready["gateways"]
     pid = owner_of(first, stage.cell)
-    async with streaming(stage, caller, first, "frozen") as call:
+    async with streaming(first, caller, "frozen", LONG) as call:
         os.kill(pid, signal.SIGSTOP)
         try:
 
@@ -196,7 +171,7 @@ async def test_a_gateway_that_froze_comes_back_with_nothing_of_its_own(stage: St
             settled = await stage.admin("GET", f"generations/{caller.tenant}/frozen")
         finally:
             os.kill(pid, signal.SIGCONT)
-        shown = await read_shown(call)  # type: ignore[arg-type]
+        shown = await read_shown(call)
         assert (shown.status, shown.reason) == ("failed", "coordinator_lost")
 
     async def serves_again() -> bool:
@@ -272,7 +247,7 @@ async def test_a_killed_cell_can_be_started_again_at_once(engine: ScriptedEngine
     port = cell.ready["api"].rpartition(":")[2]
     stage, again = Stage(cell), None
     try:
-        async with streaming(stage, stage.demo_caller(), cell.ready["api"], "open"):
+        async with streaming(cell.ready["api"], stage.demo_caller(), "open", LONG):
             pids = gateway_pids(cell)
             kill_if_running(cell.process)
             again = await asyncio.to_thread(start_cell, cell.state, "--listen", f"127.0.0.1:{port}", engine=(engine.url,))

@@ -3,17 +3,16 @@
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.ending_stage import Caller, Stage, read_shown, wait_until
+from tests.e2e.ending_stage import Stage, read_shown, streaming, wait_until
 from tests.e2e.parts_stage import Part, Parts, generated, parts, refusal, served_again, value_of
 from tests.e2e.processes import children_of, wait_process_gone
 from tests.e2e.running_cell import START_S
 from tests.e2e.scripted_engine import Script, ScriptedEngine
-from tests.e2e.sse_client import Call, ask, calling
+from tests.e2e.sse_client import ask
 
 LONG = Script(tokens=150, gap_ms=20)
 """Three seconds: longer than a start of control takes to be heard."""
@@ -31,24 +30,6 @@ def whole(engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory) -> I
         yield made.stage(control, coordinator, gateways)
         for part in reversed(made.parts):
             assert part.stop() == 0, part.tail()
-
-
-@asynccontextmanager
-async def streaming(url: str, caller: Caller, request_id: str, script: Script = LONG) -> AsyncIterator[Call]:
-    """A stream that has shown output."""
-    body = {
-        "request_id": request_id,
-        "model_alias": "assistant",
-        "input": script.prompt(),
-        "max_output_tokens": 600,
-        "stream": True,
-    }
-    async with calling(url, "/v1/generations", body=body, headers={"authorization": f"Bearer {caller.secret}"}) as call:
-        assert await call.head() == 200
-        async for event in call.events():
-            if event.name == "output":
-                break
-        yield call
 
 
 # ── together ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -70,7 +51,7 @@ async def test_a_revoked_key_is_refused_by_every_gateway_and_its_stream_ends(who
     """Protects revocation: once the change is answered no gateway takes the key; a stream ends as revoked within a second."""
     caller = await whole.caller()
     first, second = whole.cell.ready["gateways"]
-    async with streaming(second, caller, "revoked") as call:
+    async with streaming(second, caller, "revoked", LONG) as call:
         began = time.monotonic()
         await whole.revoke(caller)
         for url in (first, second):
@@ -115,7 +96,7 @@ async def test_control_is_killed_and_started_again(engine: ScriptedEngine, tmp_p
         stage = made.stage(control, coordinator, [url])
         caller = await stage.caller()
         metrics = coordinator.said()["metrics"]
-        async with streaming(url, caller, "through") as call:
+        async with streaming(url, caller, "through", LONG) as call:
             control.kill()
             assert (await generated(url, caller, "without")).status == 200
             left_s = await value_of(metrics, "weir_snapshot_valid_seconds")

@@ -1,19 +1,17 @@
 """Requests over links that break: whatever is cut, stands still, dies or is slow, each ends once, for client and ledger."""
 
 import asyncio
-import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
 import msgspec
 import pytest
-import structlog
 from tests.simulation.cables import Cable
 from tests.simulation.front_stand import now_s
-from tests.simulation.link_world import TERMS, Hearing, LinkWorld, Setting, play_links, until
+from tests.simulation.link_world import TERMS, Hearing, LinkWorld, Script, Setting, play_links, until
 from tests.simulation.linked_gateway import Asked, LinkedGateway, Moment
 from tests.simulation.session_stand import virtual_loop
 
@@ -24,6 +22,7 @@ from weir.sim.clients import Habits
 from weir.sim.random_source import seeded_random
 from weir.sim.virtual_loop import SeedFailed
 
+pytestmark = pytest.mark.usefixtures("quick_collection_without_logs")
 QUICK = msgspec.structs.replace(TERMS, heartbeat_ms=100, silence_ms=1_000, lease_ms=1_500)
 """A tenth of what a cell has, so that a second of trouble is long."""
 DELAYS_S = ((0.000_1, 0.000_5), (0.001, 0.005), (0.002, 0.02))
@@ -32,23 +31,10 @@ FAULTS_S = 5.0
 FAILURES = 0.08
 """Of the calls of engines."""
 
-
 SEEDS = int(os.environ.get("WEIR_SIM_SEEDS", "300"))
 BLOCK = 50
 COLLECTED_EVERY = 10
 """Seeds after which memory is looked at too."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collection_without_logs() -> Iterator[None]:
-    """What is logged of so many links is of no interest, and what was there before is not collected again and again."""
-    gc.collect()
-    gc.freeze()
-    try:
-        with structlog.testing.capture_logs():
-            yield
-    finally:
-        gc.unfreeze()
 
 
 # ── at random ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -156,6 +142,19 @@ class Story:
         self._world.publish()
 
 
+def world_of_seed(seed: int, random: Random, script: Script, gateways: Sequence[int], *, collects: bool) -> LinkWorld:
+    """The world after a script, of a size drawn at random. Raises SeedFailed."""
+    drawn: dict[str, Any] = {
+        "gateways": random.choice(gateways),
+        "delay_s": random.choice(DELAYS_S),
+        "lanes": random.choice((1, 2)),
+    }
+    try:
+        return play_links(script, Setting(terms=QUICK, **drawn), seed=seed, collects=collects)
+    except BaseException as failure:
+        raise SeedFailed(seed) from failure
+
+
 def run_seed(seed: int, *, collects: bool = False) -> LinkWorld:
     """The world of a seed, at its end. Raises SeedFailed."""
     random = seeded_random(seed, "links")
@@ -164,15 +163,7 @@ def run_seed(seed: int, *, collects: bool = False) -> LinkWorld:
         Story(world, random).begin()
         await asyncio.sleep(FAULTS_S + 3)
 
-    drawn: dict[str, Any] = {
-        "gateways": random.choice((2, 3)),
-        "delay_s": random.choice(DELAYS_S),
-        "lanes": random.choice((1, 2)),
-    }
-    try:
-        return play_links(script, Setting(terms=QUICK, **drawn), seed=seed, collects=collects)
-    except BaseException as failure:
-        raise SeedFailed(seed) from failure
+    return world_of_seed(seed, random, script, (2, 3), collects=collects)
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, BLOCK))

@@ -1,46 +1,29 @@
 """Another coordinator leads while requests run: each goes on where it was, and ends once, for client, ledger and engine."""
 
-import gc
 import os
 from collections import Counter
-from collections.abc import Iterator
 from random import Random
-from typing import Any
 
 import pytest
-import structlog
 from tests.simulation.link_world import LinkWorld, Setting, play_links, until
 from tests.simulation.linked_gateway import Moment
 from tests.simulation.session_stand import virtual_loop
 from tests.simulation.test_links_in_time import (
     COLLECTED_EVERY,
-    DELAYS_S,
     FAULTS_S,
     MESSAGES,
     OF_STREAMS,
-    QUICK,
     Story,
     once,
+    world_of_seed,
 )
 
 from weir.core.ledger.records import SettleRecord
 from weir.sim.random_source import seeded_random
-from weir.sim.virtual_loop import SeedFailed
 
+pytestmark = pytest.mark.usefixtures("quick_collection_without_logs")
 SEEDS = int(os.environ.get("WEIR_SIM_SEEDS", "200"))
 BLOCK = 50
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collection_without_logs() -> Iterator[None]:
-    """What is logged of so many links is of no interest, and what was there before is not collected again and again."""
-    gc.collect()
-    gc.freeze()
-    try:
-        with structlog.testing.capture_logs():
-            yield
-    finally:
-        gc.unfreeze()
 
 
 # ── at every step of a request ───────────────────────────────────────────────────────────────────────────────────────
@@ -101,15 +84,7 @@ def run_seed(seed: int, *, collects: bool = False) -> LinkWorld:
         Succession(world, random).begin()
         await until(lambda: virtual_loop().time() > FAULTS_S + 3, FAULTS_S + 4, "the story ends")
 
-    drawn: dict[str, Any] = {
-        "gateways": random.choice((1, 2, 3)),
-        "delay_s": random.choice(DELAYS_S),
-        "lanes": random.choice((1, 2)),
-    }
-    try:
-        return play_links(script, Setting(terms=QUICK, **drawn), seed=seed, collects=collects)
-    except BaseException as failure:
-        raise SeedFailed(seed) from failure
+    return world_of_seed(seed, random, script, (1, 2, 3), collects=collects)
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, BLOCK))

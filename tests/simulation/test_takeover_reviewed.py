@@ -1,7 +1,6 @@
 """What a review of the takeover found, kept: ends that were told, engines that still stop, what changed meanwhile."""
 
 import asyncio
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -14,10 +13,10 @@ from tests.simulation.test_takeover_lies import never_held, taken_over, with_rev
 
 from weir import errors
 from weir.core.endings import FinishReason
-from weir.core.ledger.records import ReleaseRecord, SettleRecord
+from weir.core.ledger.records import SettleRecord
 from weir.core.metering import Basis
 from weir.core.routing.replica import ReplicaState
-from weir.messages import AttemptUsage, Down, EndBooked, Ended, Granted, Reattach, Stopped, StopRequest, Up
+from weir.messages import AttemptUsage, Down, Ended, Granted, Reattach, Stopped, StopRequest, Up
 from weir.sim.world import POOL, REVISION, key_of
 
 
@@ -285,36 +284,6 @@ def test_what_a_lost_attempt_used_is_as_it_was_measured() -> None:
 
 
 # ── what changed meanwhile ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_what_waits_is_not_started_on_another_revision() -> None:
-    """Protects the pinned revision: its pool serves another one now, so what waited has ended, and its gateway hears it."""
-
-    async def script(stand: Stand) -> None:
-        former = stand.gateway("gateway.1")
-        running = await fill(former, 0)
-        waiting = former.ask()
-        await a_moment()
-        other = replace(REVISION, id="other@9")
-        before = stand.snapshot
-        stand.snapshot = replace(
-            before,
-            revisions={**before.revisions, other.id: other},
-            prices={**before.prices, (other.id, other.price.version): other.price},
-            pools={POOL: replace(before.pools[POOL], revision=other.id)},
-        )
-        recovered = await stand.take_over()
-        assert not recovered.kept
-        gateway = stand.again(former)
-        gateway.tell(waiting)
-        gateway.tell_all()
-        await a_moment()
-        assert gateway.about(waiting, EndBooked) and not gateway.about(waiting, Granted)
-        assert isinstance(stand.end_of(waiting), ReleaseRecord)
-        for ref in running:
-            stand.check_ended(ref)
-
-    play(script)
 
 
 def test_what_was_revoked_meanwhile_is_stopped() -> None:

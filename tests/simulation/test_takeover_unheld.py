@@ -14,8 +14,8 @@ from tests.simulation.test_lost_gateways import LOST, OTHER, a_moment, fill
 
 from weir import errors
 from weir.core.endings import FinishReason
-from weir.core.ledger.records import HoldRecord
-from weir.core.registry.model import Pool
+from weir.core.ledger.records import HoldRecord, ReleaseRecord
+from weir.core.registry.snapshot import Snapshot
 from weir.messages import (
     DeliveryBooked,
     EndBooked,
@@ -26,7 +26,7 @@ from weir.messages import (
     Rejected,
     Stopped,
 )
-from weir.sim.world import POOL, SMALL_STEPS
+from weir.sim.world import POOL, REVISION, SMALL_STEPS
 
 # ── what is not held ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -230,7 +230,7 @@ def test_what_is_over_here_and_not_durable_is_not_asked_for_afresh() -> None:
     play(script)
 
 
-@pytest.mark.parametrize("revision", [None, "sim@2"], ids=["it is gone", "it serves another revision"])
+@pytest.mark.parametrize("revision", [None, "other@9"], ids=["it is gone", "it serves another revision"])
 def test_what_its_pool_serves_no_more_has_ended(revision: str | None) -> None:
     """Protects the pinned revision: what waits or runs for one that is served no more ends at the start, and is told so."""
 
@@ -239,9 +239,10 @@ def test_what_its_pool_serves_no_more_has_ended(revision: str | None) -> None:
         running = await fill(one, LOST)
         waiting = one.ask(LOST)
         await a_moment()
-        stand.snapshot = replace(stand.snapshot, pools=_pools_of(stand, revision))
-        await stand.take_over()
-        assert stand.book.open_holds == 0
+        stand.snapshot = _serving(stand.snapshot, revision)
+        recovered = await stand.take_over()
+        assert not recovered.kept and stand.book.open_holds == 0
+        assert isinstance(stand.end_of(waiting), ReleaseRecord)
         again = stand.again(one)
         for ref in running:
             again.tell(ref, run_of(one.about(ref, Granted)[0]))
@@ -257,9 +258,17 @@ def test_what_its_pool_serves_no_more_has_ended(revision: str | None) -> None:
     play(script)
 
 
-def _pools_of(stand: Stand, revision: str | None) -> dict[str, Pool]:
-    """What is served from now on: the pool with another revision, or not at all."""
-    return {} if revision is None else {POOL: replace(stand.snapshot.pools[POOL], revision=revision)}
+def _serving(before: Snapshot, revision: str | None) -> Snapshot:
+    """What is in force from now on: the pool serves another revision, or is gone."""
+    if revision is None:
+        return replace(before, pools={})
+    other = replace(REVISION, id=revision)
+    return replace(
+        before,
+        revisions={**before.revisions, other.id: other},
+        prices={**before.prices, (other.id, other.price.version): other.price},
+        pools={POOL: replace(before.pools[POOL], revision=other.id)},
+    )
 
 
 def test_several_that_were_never_held() -> None:

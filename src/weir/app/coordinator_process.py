@@ -1,7 +1,8 @@
 """The coordinator in a process of its own: it decides and books, for gateways and for control on links. It keeps no engines.
 
 What is approved it reads once, so that it can recover; from then on control says what is in force and for how long. It serves
-metrics and nothing else. When it is asked to stop it finishes what it admitted within the grace, and hands the lease over.
+metrics and nothing else. When it is asked to stop it leaves what runs to a coordinator that stands by, or finishes it within
+the grace where none does.
 """
 
 import asyncio
@@ -99,7 +100,7 @@ class CoordinatorProcess:
         self._is_stopping = False
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[CoordinatorReady], None]) -> None:
-        """Lead until `stop` is set, then drain. Raises what broke the coordinator."""
+        """Lead until `stop` is set, then hand over, or drain where nobody stands by. Raises what broke the coordinator."""
         raise_open_files()
         metrics = MetricsServer(*self._options.metrics, self._parts.telemetry)
 
@@ -148,7 +149,7 @@ class CoordinatorProcess:
         return desk
 
     async def _serve(self, end: CoordinatorEnd, tell_ready: Callable[[], None]) -> None:
-        """Links, until cancelled; a failure tells gateways at once that there is no coordinator any more."""
+        """Links, until cancelled; a failure tells gateways at once to look for another coordinator."""
         async with self._coordinating.links.serving(end), asyncio.TaskGroup() as ends:
             ends.create_task(end.run())
             tell_ready()
@@ -166,7 +167,7 @@ class CoordinatorProcess:
 async def run_coordinator(
     options: CoordinatorOptions, stop: asyncio.Event, on_ready: Callable[[CoordinatorReady], None]
 ) -> None:
-    """Start a coordinator, lead until `stop` is set, drain, and release everything.
+    """Start a coordinator, lead until `stop` is set, hand over or drain, and release everything.
 
     Raises InvalidRequest for a wrong option, StateLocked, StateUnreadable, StaleEpoch when a newer coordinator took the
     database over, and whatever broke it.

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -12,11 +11,11 @@ import msgspec
 import typer
 import uvloop
 
-from weir import errors
 from weir.app.gateway_process import GatewayOptions, GatewayProcess, GatewayReady
 from weir.app.link_sockets import address_of, host_and_port, token_of
 from weir.app.runtime import refuse_stripped_assertions
 from weir.app.servers import bind
+from weir.cli.foreground import refusals_shown, until_signalled
 from weir.config import WeirConfig, load_config
 from weir.telemetry import configure_logs
 
@@ -37,7 +36,7 @@ def gateway(
     inherited: Annotated[list[int] | None, typer.Option("--inherited", hidden=True)] = None,
 ) -> None:
     """Run one gateway, which authenticates, counts, relays and reports, and decides nothing that another must know."""
-    try:
+    with refusals_shown():
         refuse_stripped_assertions()
         settings = load_config(config) if not inherited else _settings_from_input()
         configure_logs(json=settings.log.json)
@@ -54,10 +53,7 @@ def gateway(
             metrics=host_and_port(metrics, "--metrics"),
             orphaned=asyncio.Event(),
         )
-        uvloop.run(_serve(options, is_child=bool(inherited)))
-    except errors.WeirError as refusal:
-        typer.echo(f"weir: {refusal.detail}", err=True)
-        raise typer.Exit(2) from refusal
+        uvloop.run(until_signalled(lambda stop: _serve(options, stop, is_child=bool(inherited))))
 
 
 def _settings_from_input() -> WeirConfig:
@@ -71,26 +67,10 @@ def _inherited(descriptor: int) -> socket.socket:
     return listener
 
 
-async def _serve(options: GatewayOptions, *, is_child: bool) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, _stop_or_leave, stop)
+async def _serve(options: GatewayOptions, stop: asyncio.Event, *, is_child: bool) -> None:
     if is_child:
-        loop.add_reader(sys.stdin.fileno(), _input_over, stop, options.orphaned)
-    try:
-        await GatewayProcess(options).run(stop, _tell_ready)
-    except* errors.WeirError as failures:
-        fault: BaseException = failures
-        while isinstance(fault, BaseExceptionGroup):  # bounded by the nesting of task groups
-            fault = fault.exceptions[0]
-        raise fault from None
-
-
-def _stop_or_leave(stop: asyncio.Event) -> None:
-    if stop.is_set():
-        os._exit(130)  # asked twice: leave at once; the coordinator ends what is open
-    stop.set()
+        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _input_over, stop, options.orphaned)
+    await GatewayProcess(options).run(stop, _tell_ready)
 
 
 def _input_over(stop: asyncio.Event, orphaned: asyncio.Event) -> None:

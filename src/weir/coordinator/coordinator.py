@@ -81,8 +81,8 @@ class CoordinatorParts:
     """What a coordinator works with. order: between tenants; None for the product's, which is fair.
 
     leads: whether it may grant now; another one may lead where it may not. is_lease_away: whether it may not because the store
-    cannot be asked for the lease. kept: what an earlier one left open, which the
-    book holds, None where no gateway can outlive a coordinator; lease_ms: how long that waits for its gateway.
+    cannot be asked for the lease. kept: what an earlier one left open, which the book holds, None where no gateway can outlive
+    a coordinator; lease_ms: how long that waits for its gateway.
     """
 
     clock: Clock

@@ -220,7 +220,7 @@ class Relay:
 
     def reattach(self) -> Sequence[Up]:
         """What another coordinator must know of it: nothing where it has ended for good, or left before it was admitted."""
-        if (self.end_booked and not self.is_pending) or (self.is_over and not self.is_pending):
+        if not self.is_pending and (self.end_booked or self.is_over):
             return ()
         return self._retelling.told(self._attempt, self.record, first_output=self._first_written_ns is not None)
 
