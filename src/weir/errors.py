@@ -18,6 +18,7 @@
     │   ├── RequestInFlight              409 request_in_flight      generation
     │   ├── OutputNotRetained            409 output_not_retained    generation
     │   ├── AlreadyExists                409 already_exists
+    │   ├── NotAllowedNow                409 not_allowed_now        state, accepted
     │   ├── StreamNotRetained            410 stream_not_retained    generation
     │   ├── RequestIdReused              422 request_id_reused
     │   └── Quarantined                  422 quarantined
@@ -159,6 +160,11 @@ class OutputNotRetained(CallerFault):
 
 class AlreadyExists(CallerFault):
     code, http_status, title = "already_exists", 409, "This name is taken"
+    should_retry = False
+
+
+class NotAllowedNow(CallerFault):
+    code, http_status, title = "not_allowed_now", 409, "What this is about is in another state"
     should_retry = False
 
 

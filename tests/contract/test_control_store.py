@@ -13,7 +13,7 @@ from tests.contract.stores import KINDS, T0_MS, AnyCatalog, Cell
 from weir import errors
 from weir.control.catalog_changes import changed_catalog
 from weir.core.metering import Price
-from weir.core.registry.model import Alias, EngineKind, Pool, Revision, RevisionPrice
+from weir.core.registry.model import Alias, Canary, EngineKind, Pool, Revision, RevisionPrice, RevisionState
 from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Role, Scope, ServiceClass, Tenant
 from weir.core.windows import FormerZone
 from weir.ports import AuditEntry, Catalog, CatalogChange
@@ -35,16 +35,39 @@ FULL = CatalogChange(
     ],
     keys=[ApiKey("0a", "acme", "all", b"\x00\xff" * 16, revoked=True), ApiKey("0b", "acme", "some", b"2" * 32)],
     admin_keys=[AdminKey("0c", "ada", Role.APPROVER, b"3" * 32, revoked=True)],
-    aliases=[Alias("assistant", "rev-1", 256)],
+    aliases=[
+        Alias("assistant", "rev-1", 256, Canary("ro-1", 2, "rev-2", 10)),
+        Alias("assistant", "rev-2", 8, tenant="acme"),
+    ],
     revisions=[
         Revision("rev-1", EngineKind.LLAMACPP, "/models/a b.gguf", 2_048, 1_024, 128, Price(3, 200_000, 50_000, INT64_MAX)),
-        Revision("rev-2", EngineKind.OPENAI, "served", 8, 4, 2, Price(1, 0, 0, 0), chat=False, external=True, revoked=True),
+        Revision(
+            "rev-2",
+            EngineKind.OPENAI,
+            "served",
+            8,
+            4,
+            2,
+            Price(1, 0, 0, 0),
+            chat=False,
+            external=True,
+            state=RevisionState.REVOKED,
+            artifact_digest="sha256:00",
+            arguments=(("batch_tokens", 256), ("flash_attention", True), ("rate", 0.5), ("type", "q8_0")),
+            evaluation="sha256:01",
+            tenant="acme",
+            adapter_of="rev-1",
+            registered_by="ada",
+            approved_by="bob",
+        ),
     ],
     pools=[
         Pool("pool-1", "rev-1", 2, 4),
         Pool("pool-2", "rev-2", 0, 1, ("http://127.0.0.1:1",), on_demand=True, idle_stop_ms=5),
         Pool("pool-3", "rev-1", 1, 8, tenant="acme", service_classes=(ServiceClass.BATCH,), input_tokens_max=INT64_MAX),
         Pool("pool-4", "rev-1", 1, 8, service_classes=(ServiceClass.BATCH, ServiceClass.INTERACTIVE), input_tokens_max=1),
+        Pool("pool-5", "rev-1", 1, 8, declared=True),
+        Pool("pool-6", "rev-1", 1, 8, retired=True),
     ],
     limits=[
         (Scope("acme"), Limits(1, 2, 0, INT64_MAX, 3, 4, 5, 6, 7)),
@@ -114,7 +137,7 @@ async def test_what_a_change_makes_of_a_catalog_is_known_without_reading(catalog
         CatalogChange(AUDIT, limits=[(Scope("acme", "all"), Limits(concurrency=1)), (Scope("aaa", alias="x"), Limits(1))]),
         CatalogChange(AUDIT, limits=[(Scope("nobody"), Limits()), (Scope("acme", "all"), Limits())]),
         CatalogChange(AUDIT, revisions=[replace(FULL.revisions[0], price=dearer)], aliases=[Alias("assistant", "rev-2", 1)]),
-        CatalogChange(AUDIT, revisions=[replace(FULL.revisions[0], price=dearer, revoked=True)]),
+        CatalogChange(AUDIT, revisions=[replace(FULL.revisions[0], price=dearer, state=RevisionState.REVOKED)]),
         CatalogChange(AUDIT, applications=[Application("aaa", "app")], pools=[replace(FULL.pools[0], replicas=5)]),
     ]
     known = await catalog.load()

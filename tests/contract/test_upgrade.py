@@ -16,7 +16,7 @@ from tests.contract.stores import T0_MS
 from tests.postgres_server import shared_server
 
 from weir.core.metering import Price
-from weir.core.registry.model import Pool, RevisionPrice
+from weir.core.registry.model import Alias, Canary, Pool, RevisionPrice, RevisionState
 from weir.core.tenancy import ServiceClass, Tenant
 from weir.core.windows import FormerZone
 from weir.ports import AuditEntry, CatalogChange, ControlStore, LedgerStore, UsageQuery
@@ -161,6 +161,12 @@ ROWS_OF_THE_THIRD: list[tuple[str, Mapping[str, Any]]] = [
 ]
 
 
+ROWS_OF_THE_FIFTH: list[tuple[str, Mapping[str, Any]]] = [
+    ("revision", {**ROWS[1][1], "id": "rev-2", "revoked": True}),
+    ("alias", {"name": "assistant", "revision": "rev-1", "default_max_output_tokens": 256}),
+]
+
+
 def _write_as_the_first_schema(connection: Connection) -> None:
     _upgrade(connection, "0001")
     connection.execute(sa.text("UPDATE cell SET epoch = 1, last_seq = 5"))
@@ -177,6 +183,12 @@ def _write_as_the_third_schema(connection: Connection) -> None:
     _write_as_the_second_schema(connection)
     _upgrade(connection, "0003")
     _insert(connection, ROWS_OF_THE_THIRD)
+
+
+def _write_as_the_fifth_schema(connection: Connection) -> None:
+    _write_as_the_third_schema(connection)
+    _upgrade(connection, "0005")
+    _insert(connection, ROWS_OF_THE_FIFTH)
 
 
 def _upgrade(connection: Connection, schema: str) -> None:
@@ -255,7 +267,7 @@ async def test_pools_of_the_third_schema_stay_shared_and_take_everything(opening
     """Protects pools and tenants through an upgrade: nobody gains or loses a pool, and one can be dedicated."""
     ledger, catalog = await opening(tmp_path, _write_as_the_third_schema)
     try:
-        initech, pool = Tenant("initech", weight=7), Pool("pool-1", "rev-1", 2, 4, ("http://127.0.0.1:1",))
+        initech, pool = Tenant("initech", weight=7), Pool("pool-1", "rev-1", 2, 4, ("http://127.0.0.1:1",), declared=True)
         loaded = await catalog.load()
         assert (loaded.tenants[-1], loaded.pools) == (initech, [pool])
         assert (pool.tenant, pool.service_classes, pool.input_tokens_max) == (None, tuple(ServiceClass), None)
@@ -268,6 +280,24 @@ async def test_pools_of_the_third_schema_stay_shared_and_take_everything(opening
         assert (changed.tenants[-1], changed.pools) == (leaving, [kept])
         report = await ledger.verify()
         assert report.is_clean and (report.holds, report.open_holds) == (2, 1)
+    finally:
+        await ledger.aclose()
+        await catalog.aclose()
+
+
+@pytest.mark.parametrize("opening", [_sqlite, _postgres])
+async def test_what_served_in_the_fifth_schema_serves_on(opening: Any, tmp_path: Path) -> None:
+    """Protects revisions and aliases through an upgrade: what was live is, what was revoked stays so, names are shared."""
+    ledger, catalog = await opening(tmp_path, _write_as_the_fifth_schema)
+    try:
+        loaded = await catalog.load()
+        states = {revision.id: revision.state for revision in loaded.revisions}
+        assert states == {"rev-1": RevisionState.LIVE, "rev-2": RevisionState.REVOKED}
+        assert loaded.aliases == [Alias("assistant", "rev-1", 256)]
+        own = Alias("assistant", "rev-1", 8, Canary("ro-1", 0, "rev-2", 1), "acme")
+        audit = AuditEntry(T0_MS, "ada", "alias.set", "assistant", "{}")
+        await catalog.apply(loaded.version, CatalogChange(audit, aliases=[own]))
+        assert (await catalog.load()).aliases == [Alias("assistant", "rev-1", 256), own]
     finally:
         await ledger.aclose()
         await catalog.aclose()

@@ -12,13 +12,13 @@ from weir.core.admission import Admit, Asked, Bound, Door, Times, decide, door_r
 from weir.core.endings import Status
 from weir.core.ledger.book import Book
 from weir.core.metering import Price, worst_case
-from weir.core.registry.model import Alias, EngineKind, Pool, Revision
+from weir.core.registry.model import Alias, EngineKind, Pool, Revision, RevisionState
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import ApiKey, Application, Limits, Principal, Scope, ServiceClass, Tenant, scopes_of
 from weir.units import Moment
 
 REVISION = Revision("rev@1", EngineKind.SIMULATED, "demo", 8_192, 2_048, 128, Price(1, 200_000, 50_000, 600_000))
-OTHER = replace(REVISION, id="rev@2", revoked=True)
+OTHER = replace(REVISION, id="rev@2", state=RevisionState.REVOKED)
 CALLER = Principal("acme", "web", "k1", ServiceClass.INTERACTIVE)
 SNAPSHOT = Snapshot(
     tenants={"acme": Tenant("acme")},

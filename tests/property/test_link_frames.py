@@ -13,7 +13,7 @@ from weir import errors
 from weir.core.endings import FinishReason, Status
 from weir.core.ledger.records import Timing
 from weir.core.metering import Basis, InputBasis, Price
-from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES, Alias, EngineKind, Pool, Revision
+from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES, Alias, Canary, EngineKind, Pool, Revision, RevisionState
 from weir.core.registry.snapshot_parts import SnapshotPart
 from weir.core.request import ATTEMPTS_MAX, DEADLINE_MS_MAX
 from weir.core.tenancy import ApiKey, Application, ServiceClass, Tenant
@@ -217,13 +217,17 @@ _PART = SnapshotPart(
         Application("t", "all"),
     ),
     keys=(ApiKey(_TEXT, _TEXT, _TEXT, _BYTES, True),),
-    aliases=(Alias(_TEXT, _TEXT, INT64_MAX),),
-    revisions=(Revision(_TEXT, EngineKind.LLAMACPP, _TEXT, 1, 2, 3, Price(1, 2, 3, INT64_MAX), False, True, True),),
+    aliases=(Alias(_TEXT, _TEXT, INT64_MAX, Canary(_TEXT, 3, _TEXT, 100)),),
+    tenant_aliases=(Alias(_TEXT, _TEXT, INT64_MAX, tenant=_TEXT),),
+    revisions=(
+        Revision(_TEXT, EngineKind.LLAMACPP, _TEXT, 1, 2, 3, Price(1, 2, 3, INT64_MAX), False, True, RevisionState.REVOKED),
+    ),
     pools=(Pool(_TEXT, _TEXT, 1, 2, (_TEXT, ""), True, 0, _TEXT, (ServiceClass.BATCH,), INT64_MAX),),
     gone_tenants=(_TEXT,),
     gone_applications=((_TEXT, ""),),
     gone_keys=(_BYTES,),
     gone_aliases=(_TEXT,),
+    gone_tenant_aliases=((_TEXT, ""),),
     gone_revisions=(_TEXT,),
     gone_pools=(_TEXT,),
     workload_classes=DEFAULT_WORKLOAD_CLASSES,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weir import errors
 from weir.core.metering import Price
-from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES, Alias, EngineKind, Pool, Revision
+from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES, Alias, Canary, EngineKind, Pool, Revision, RevisionState
 from weir.core.registry.snapshot import Snapshot
 from weir.core.registry.snapshot_parts import (
     ROWS_PER_PART,
@@ -40,12 +40,29 @@ _TENANTS = st.builds(
     weight=st.integers(1, 1_000),
 )
 _APPLICATIONS = st.builds(
-    Application, _NAMES, _NAMES, _CLASSES, aliases=st.none() | st.frozensets(_NAMES, max_size=2), revoked=st.booleans()
+    Application,
+    _NAMES,
+    _NAMES,
+    _CLASSES,
+    aliases=st.none() | st.frozensets(_NAMES, max_size=2),
+    revoked=st.booleans(),
 )
 _KEYS = st.builds(ApiKey, _NAMES, _NAMES, _NAMES, st.sampled_from([b"", b"\0" * 32, b"\xff" * 32]), revoked=st.booleans())
-_ALIASES = st.builds(Alias, _NAMES, _NAMES, _NUMBERS)
+_CANARIES = st.builds(Canary, _NAMES, _NUMBERS, _NAMES, st.integers(0, 100))
+_ALIASES = st.builds(Alias, _NAMES, _NAMES, _NUMBERS, st.none() | _CANARIES)
+_TENANT_ALIASES = st.builds(Alias, _NAMES, _NAMES, _NUMBERS, st.none() | _CANARIES, _NAMES)
 _REVISIONS = st.builds(
-    Revision, _NAMES, st.sampled_from(EngineKind), _NAMES, _NUMBERS, _NUMBERS, _NUMBERS, _PRICES, revoked=st.booleans()
+    Revision,
+    _NAMES,
+    st.sampled_from(EngineKind),
+    _NAMES,
+    _NUMBERS,
+    _NUMBERS,
+    _NUMBERS,
+    _PRICES,
+    state=st.sampled_from(RevisionState),
+    arguments=st.lists(st.tuples(_NAMES, st.booleans() | _NUMBERS | _NAMES), max_size=2).map(tuple),
+    tenant=st.none() | _NAMES,
 )
 _POOLS = st.builds(
     Pool,
@@ -76,6 +93,7 @@ def _snapshots(draw: st.DrawFn, version: int) -> Snapshot:
         {(row.tenant, row.name): row for row in rows(_APPLICATIONS)},
         {row.secret_sha256: row for row in rows(_KEYS)},
         {row.name: row for row in rows(_ALIASES)},
+        {(row.tenant, row.name): row for row in rows(_TENANT_ALIASES)},
         {row.id: row for row in rows(_REVISIONS)},
         {row.name: row for row in rows(_POOLS)},
         dict(rows(st.tuples(_SCOPES, _LIMITS))),

@@ -19,7 +19,7 @@ from weir.control.commands import Commands
 from weir.control.declared_models import DeclaredModels
 from weir.control.snapshots import build_snapshot
 from weir.core.metering import Price
-from weir.core.registry.model import Alias, EngineKind, Pool, Revision
+from weir.core.registry.model import Alias, EngineKind, Pool, Revision, RevisionState
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import LIMIT_NAMES, Limits, Role, Scope, ServiceClass, digest_of_key
 from weir.ports import Acknowledgement, Catalog, CatalogChange
@@ -426,7 +426,7 @@ async def test_a_second_start_changes_only_the_models_it_declares() -> None:
 async def test_declaring_again_undoes_neither_a_revocation_nor_a_newer_price() -> None:
     """Protects revocations and prices from a restart."""
     desk = Desk()
-    newer = replace(REVISION, revoked=True, price=Price(2, 1, 1, 1))
+    newer = replace(REVISION, state=RevisionState.REVOKED, price=Price(2, 1, 1, 1))
     await bootstrap(desk.commands, DeclaredModels((newer,)), draft_keys(SeededEntropy()))
     await bootstrap(desk.commands, DeclaredModels((replace(REVISION, typical_output_tokens=9),)), draft_keys(SeededEntropy()))
     [stored] = (await desk.store.load()).revisions

@@ -51,7 +51,7 @@ def _planner(*, ready: int = 1, salt_key: bytes = b"salt key") -> Planner:
 async def _prefix(
     planner: Planner, prompt: str | tuple[Message, ...], tenant: str = "acme", revision: Revision = CHAT
 ) -> tuple[bytes, ...]:
-    plan = await planner.plan(_principal(tenant), InferenceRequest("chat", "any"))
+    plan = await planner.plan(_principal(tenant), InferenceRequest("chat", "any"), "req-1")
     return planner.prefix(replace(plan, revision=revision, request=replace(plan.request, prompt=prompt)))
 
 
@@ -59,8 +59,8 @@ async def test_salts_differ_between_tenants_and_hold_for_one() -> None:
     """Two tenants with the same prompt never share a salted prefix cache; one tenant shares with itself."""
     planner = _planner()
     request = InferenceRequest("chat", "the same prompt")
-    acme, globex = [await planner.plan(_principal(name), request) for name in ("acme", "globex")]
-    other = await planner.plan(_principal("acme"), InferenceRequest("chat", "another prompt"))
+    acme, globex = [await planner.plan(_principal(name), request, "req-1") for name in ("acme", "globex")]
+    other = await planner.plan(_principal("acme"), InferenceRequest("chat", "another prompt"), "req-1")
     assert planner.cache_salt(acme) != planner.cache_salt(globex)
     assert planner.cache_salt(acme) == planner.cache_salt(other)
     assert len(planner.cache_salt(acme)) <= 128
@@ -71,17 +71,17 @@ async def test_the_digest_names_what_is_generated_and_nothing_else() -> None:
     planner = _planner()
     request = InferenceRequest("chat", "a prompt")
     same = replace(request, request_id="r", deadline_ms=5_000, stream=True, max_output_tokens=100)
-    digest = planner.digest(await planner.plan(_principal("acme"), request))
-    assert planner.digest(await planner.plan(_principal("acme"), same)) == digest
-    assert planner.digest(await planner.plan(_principal("acme"), replace(request, prompt="b"))) != digest
+    digest = planner.digest(await planner.plan(_principal("acme"), request, "req-1"))
+    assert planner.digest(await planner.plan(_principal("acme"), same, "req-1")) == digest
+    assert planner.digest(await planner.plan(_principal("acme"), replace(request, prompt="b"), "req-1")) != digest
 
 
 async def test_the_digest_does_not_depend_on_who_could_count() -> None:
     """A retry while no replica can count is still the same body, also near the end of the window."""
     request = InferenceRequest("chat", "x" * 3_800)
     counted, uncounted = _planner(), _planner(ready=0)
-    exact = await counted.plan(_principal("acme"), request)
-    bound = await uncounted.plan(_principal("acme"), request)
+    exact = await counted.plan(_principal("acme"), request, "req-1")
+    bound = await uncounted.plan(_principal("acme"), request, "req-1")
     assert exact.max_output_tokens < bound.max_output_tokens
     assert counted.digest(exact) == uncounted.digest(bound)
 
@@ -90,18 +90,18 @@ async def test_an_exact_count_bounds_the_output() -> None:
     """A default output is cut to the window; what was asked for and cannot fit is refused with the numbers."""
     planner = _planner()
     long = InferenceRequest("chat", "x" * 3_800)
-    plan = await planner.plan(_principal("acme"), long)
+    plan = await planner.plan(_principal("acme"), long, "req-1")
     assert plan.input_basis is InputBasis.EXACT
     assert plan.max_output_tokens == 1_000 - plan.input_tokens < 100
     with pytest.raises(errors.InputTooLong) as refused:
-        await planner.plan(_principal("acme"), replace(long, max_output_tokens=100))
+        await planner.plan(_principal("acme"), replace(long, max_output_tokens=100), "req-1")
     assert refused.value.members == {"input_tokens": plan.input_tokens, "limit": 1_000}
 
 
 async def test_without_a_counter_the_upper_bound_is_held() -> None:
     """Where nobody can count, nothing is refused as too long: the engine decides."""
     planner = _planner(ready=0)
-    plan = await planner.plan(_principal("acme"), InferenceRequest("chat", "é" * 2_000))
+    plan = await planner.plan(_principal("acme"), InferenceRequest("chat", "é" * 2_000), "req-1")
     assert plan.input_basis is InputBasis.UPPER_BOUND
     assert plan.input_tokens >= 4_000
     assert plan.max_output_tokens == 100
@@ -118,7 +118,7 @@ async def test_without_a_counter_the_upper_bound_is_held() -> None:
 async def test_what_can_never_work_is_refused(request_: InferenceRequest, refusal: type[errors.WeirError]) -> None:
     """Unknown aliases, conversations with a base model and too much output end before anything is asked."""
     with pytest.raises(refusal):
-        await _planner().plan(_principal("acme"), request_)
+        await _planner().plan(_principal("acme"), request_, "req-1")
 
 
 async def test_appended_messages_keep_all_marks() -> None:
@@ -186,7 +186,7 @@ async def test_only_the_marked_beginning_is_looked_at(letter: str) -> None:
     """Protects memory: of 8 MiB no more is copied than the marks reach, and what follows them changes nothing."""
     planner = _planner(ready=2)
     prompt = letter * ((8 << 20) // len(letter.encode()))
-    plan = await planner.plan(_principal("acme"), InferenceRequest("chat", "any"))
+    plan = await planner.plan(_principal("acme"), InferenceRequest("chat", "any"), "req-1")
     whole, cut, other = (
         replace(plan, request=replace(plan.request, prompt=text)) for text in (prompt, prompt[:MARKS_END_BYTES], "y" + prompt)
     )
@@ -205,7 +205,7 @@ async def test_only_the_marked_beginning_is_looked_at(letter: str) -> None:
 async def test_the_coordinator_gets_digests_and_no_text() -> None:
     """Protects privacy: what is asked of the coordinator carries the marks and nothing of the prompt."""
     planner = _planner(ready=2)
-    plan = await planner.plan(_principal("acme"), InferenceRequest("chat", "a private word " * 80))
+    plan = await planner.plan(_principal("acme"), InferenceRequest("chat", "a private word " * 80), "req-1")
     prefix = planner.prefix(plan)
     acquire = acquire_of(plan, Ids(1, "request", "generation"), planner.digest(plan), prefix, "native", 0)
     assert acquire.prefix == prefix and len(prefix) == 2
@@ -242,4 +242,4 @@ async def test_only_engines_that_may_see_a_prompt_count_it(
     )
     inbox.deliver(FleetView((REPLICA,)))
     planner = Planner(inbox, lambda kind: SimulatedEngine(), b"digest key", b"salt key")
-    assert (await planner.plan(_principal("acme"), InferenceRequest("chat", "a question"))).input_basis is counted
+    assert (await planner.plan(_principal("acme"), InferenceRequest("chat", "a question"), "req-1")).input_basis is counted

@@ -75,7 +75,7 @@ class Scene:
         )
         request = InferenceRequest(ALIAS.name, "a question with an answer", stream=stream)
         workload = DEFAULT_WORKLOAD_CLASSES[0]
-        plan = Plan(principal_of(0), request, ALIAS, REVISION, workload, 9, InputBasis.EXACT, 40, 60_000)
+        plan = Plan(principal_of(0), request, "req-1", ALIAS, REVISION, workload, 9, InputBasis.EXACT, 40, 60_000)
         self.answer = SimAnswer("it", SimClient(clock, PATIENT, 1_000), Nobody())
         self.relay = Relay(parts, plan, self.answer)
 

@@ -6,7 +6,7 @@ import pytest
 
 from weir import errors
 from weir.core.metering import Price
-from weir.core.registry.model import Alias, EngineKind, Pool, Revision
+from weir.core.registry.model import Alias, Canary, EngineKind, Pool, Revision, RevisionState
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import ApiKey, Application, Principal, ServiceClass, Tenant, digest_of_key, format_key
 
@@ -92,7 +92,7 @@ def test_an_alias_resolves_to_its_revision() -> None:
         (SNAPSHOT, "missing"),
         (with_application(aliases=frozenset({"hosted"})), "assistant"),
         (with_application(aliases=frozenset()), "assistant"),
-        (rebuilt(revisions={"local@1": replace(LOCAL, revoked=True), "hosted@1": HOSTED}), "assistant"),
+        (rebuilt(revisions={"local@1": replace(LOCAL, state=RevisionState.REVOKED), "hosted@1": HOSTED}), "assistant"),
         (SNAPSHOT, "hosted"),
     ],
     ids=["unknown", "not entitled", "entitled to none", "revoked revision", "external not allowed"],
@@ -131,3 +131,65 @@ def test_a_snapshot_cannot_be_changed() -> None:
             mapping["x"] = None  # type: ignore[index]
     with pytest.raises(AttributeError):
         snapshot.version = 9  # type: ignore[misc]
+
+
+CANARY = replace(LOCAL, id="local@2", state=RevisionState.APPROVED)
+TRIED = rebuilt(
+    aliases={"assistant": Alias("assistant", "local@1", 64, Canary("ro-1", 0, "local@2", 100))},
+    revisions={"local@1": LOCAL, "local@2": CANARY},
+    pools={"one": Pool("one", "local@1", 1, 4), "two": Pool("two", "local@2", 1, 4)},
+)
+
+
+def test_a_canary_takes_its_share_of_callers() -> None:
+    """Protects the split: whoever says who it is may get the canary, and who does not gets the stable revision."""
+    assert TRIED.resolve(CALLER, "assistant", "session")[1] is CANARY
+    assert TRIED.resolve(CALLER, "assistant")[1] is LOCAL
+    none = replace(TRIED, aliases={"assistant": Alias("assistant", "local@1", 64, Canary("ro-1", 0, "local@2", 0))})
+    assert none.resolve(CALLER, "assistant", "session")[1] is LOCAL
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"revisions": {"local@1": LOCAL, "local@2": replace(CANARY, state=RevisionState.REGISTERED)}},
+        {"revisions": {"local@1": LOCAL, "local@2": replace(CANARY, state=RevisionState.REVOKED)}},
+        {"revisions": {"local@1": LOCAL, "local@2": replace(CANARY, tenant="globex")}},
+        {"revisions": {"local@1": LOCAL, "local@2": replace(CANARY, external=True)}},
+        {"revisions": {"local@1": LOCAL}},
+        {"pools": {"one": Pool("one", "local@1", 1, 4)}},
+        {"pools": {"two": Pool("two", "local@2", 1, 4, tenant="globex")}},
+        {"pools": {"two": Pool("two", "local@2", 1, 4, service_classes=(ServiceClass.INTERACTIVE,))}},
+    ],
+)
+def test_who_may_not_have_the_canary_stays_with_the_stable_revision(changes: dict[str, object]) -> None:
+    """Protects entitlements: they are checked on the revision too, and a canary never takes anybody's service away."""
+    assert replace(TRIED, **changes).resolve(CALLER, "assistant", "session")[1] is LOCAL  # type: ignore[arg-type]
+
+
+def test_a_tenants_own_name_goes_before_a_shared_one() -> None:
+    """Protects adapters: the same name in two tenants means to each its own, and to others the shared one or nothing."""
+    own = replace(LOCAL, id="own@1", tenant="acme")
+    named = {("acme", "assistant"): Alias("assistant", "own@1", 64, tenant="acme")}
+    snapshot = rebuilt(tenant_aliases=named, revisions={"local@1": LOCAL, "hosted@1": HOSTED, "own@1": own})
+    assert snapshot.resolve(CALLER, "assistant")[1] is own
+    foreign = {("globex", "theirs"): Alias("theirs", "theirs@1", 64, tenant="globex")}
+    others = rebuilt(tenant_aliases=foreign, revisions={"theirs@1": replace(LOCAL, id="theirs@1", tenant="globex")})
+    with pytest.raises(errors.UnknownAlias):
+        others.resolve(CALLER, "theirs")
+    assert [alias.name for alias in others.aliases_for(CALLER)] == []
+    assert [alias.tenant for alias in snapshot.aliases_for(CALLER)] == ["acme"]
+
+
+@pytest.mark.parametrize("state", [RevisionState.REGISTERED, RevisionState.RETIRED, RevisionState.REVOKED])
+def test_only_an_approved_revision_serves(state: RevisionState) -> None:
+    """Protects approval: an alias that names another one is not usable."""
+    with pytest.raises(errors.UnknownAlias):
+        rebuilt(revisions={"local@1": replace(LOCAL, state=state), "hosted@1": HOSTED}).resolve(CALLER, "assistant")
+
+
+def test_what_is_served_keeps_canaries_that_are() -> None:
+    """Protects a cell that serves some pools: neither an alias nor a canary without one of them is offered."""
+    assert TRIED.serving({"one", "two"}).aliases == TRIED.aliases
+    assert TRIED.serving({"one"}).aliases["assistant"].canary is None
+    assert TRIED.serving({"two"}).aliases == {}

@@ -148,6 +148,7 @@ def _beside(first: Pool, name: str, pool: FurtherPoolConfig) -> Pool:
         tenant=pool.tenant,
         service_classes=pool.service_classes,
         input_tokens_max=pool.input_tokens_max,
+        declared=True,
     )
 
 
@@ -185,6 +186,7 @@ def _named(
         idle_stop_ms=_ON_DEMAND_IDLE_MS,
         service_classes=pool.service_classes,
         input_tokens_max=pool.input_tokens_max,
+        declared=True,
     )
     return revision, Alias(alias, revision.id, min(pool.default_max_output_tokens, most)), kept
 

@@ -68,9 +68,14 @@ def resolve_scope(catalog: Catalog, scope: Scope) -> Scope:
         require_key(catalog, scope.tenant, application, key.id)
     elif application is not None:
         require_application(catalog, scope.tenant, application)
-    if scope.alias is not None and all(alias.name != scope.alias for alias in catalog.aliases):
+    if scope.alias is not None and not _names_alias(catalog, scope.tenant, scope.alias):
         raise errors.NotFound(f"There is no alias {scope.alias!r}.")
     return Scope(scope.tenant, application, scope.key, scope.alias)
+
+
+def _names_alias(catalog: Catalog, tenant: str, name: str) -> bool:
+    """Whether the name is a shared alias, or the tenant's own."""
+    return any(alias.name == name and alias.tenant in (None, tenant) for alias in catalog.aliases)
 
 
 def limits_of(catalog: Catalog, scope: Scope) -> Limits:

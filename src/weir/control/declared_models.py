@@ -52,7 +52,8 @@ def _kept(declared: Revision, stored: Revision | None) -> Revision:
     if stored is None:
         return declared
     price = stored.price if stored.price.version >= declared.price.version else declared.price
-    return replace(declared, price=price, revoked=declared.revoked or stored.revoked)
+    approval = {name: getattr(stored, name) for name in ("state", "registered_by", "approved_by")}
+    return replace(declared, price=price, **approval)
 
 
 def summary_of_models(models: DeclaredModels) -> dict[str, object]:

@@ -23,9 +23,10 @@ def build_snapshot(catalog: Catalog, before: Snapshot = _FIRST) -> Snapshot:
         tenants={tenant.name: tenant for tenant in catalog.tenants},
         applications={(entry.tenant, entry.name): entry for entry in catalog.applications},
         keys={key.secret_sha256: key for key in catalog.keys},
-        aliases={alias.name: alias for alias in catalog.aliases},
+        aliases={alias.name: alias for alias in catalog.aliases if alias.tenant is None},
+        tenant_aliases={(alias.tenant, alias.name): alias for alias in catalog.aliases if alias.tenant is not None},
         revisions={revision.id: revision for revision in catalog.revisions},
-        pools={pool.name: pool for pool in catalog.pools},
+        pools={pool.name: pool for pool in catalog.pools if not pool.retired},
         prices={(entry.revision, entry.price.version): entry.price for entry in catalog.prices},
         limits=_shared({scope: limits for scope, limits in catalog.limits if not limits.is_empty}, before.limits),
     )

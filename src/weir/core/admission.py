@@ -135,7 +135,7 @@ def decide(asked: Asked, snapshot: Snapshot, bound: Bound | None, book: Book, do
     except errors.WeirError as not_entitled:
         return not_entitled
     revision = snapshot.revisions.get(asked.revision)
-    if revision is None or revision.revoked:
+    if revision is None or not snapshot.is_entitled(asked.principal, revision.id):
         return errors.UnknownAlias("The revision behind this alias is not live any more.")
     if bound is not None and (refusal := idempotency_refusal(asked.body_digest, bound)) is not None:
         return refusal

@@ -9,8 +9,8 @@ from itertools import count
 from typing import NamedTuple, Protocol, TypeAlias
 
 from weir import errors
+from weir.core.registry.model import within_reach
 from weir.core.registry.snapshot import Snapshot
-from weir.core.routing.pools import within_reach
 from weir.messages import (
     AskStanding,
     CancelById,
@@ -136,9 +136,13 @@ class Inbox:
         ready, owner = self._ready.get(revision, ()), self.snapshot.tenants.get(tenant)
         if not ready or owner is None:
             return None
-        pools = [pool for pool in self.snapshot.pools.values() if pool.revision == revision]
-        names = {pool.name for pool in within_reach(pools, tenant, owner.leaves_its_pools)}
+        pools = within_reach(self.snapshot.pools_of.get(revision, ()), tenant, owner.leaves_its_pools)
+        names = {pool.name for pool in pools}
         return next((replica for replica in ready if replica.counts_tokens and replica.pool in names), None)
+
+    def is_ready(self, revision: str) -> bool:
+        """Whether a replica of this revision is ready."""
+        return bool(self._ready.get(revision))
 
     def has_choice(self, revision: str) -> bool:
         """Whether several replicas of a revision are ready that keep what they have read, apart for each salt."""

@@ -118,7 +118,7 @@ class Gateway:
             await self._refuse(closed, answer)
             return
         try:
-            plan = await self._planner.plan(principal, request)
+            plan = await self._planner.plan(principal, request, request.request_id or self._new_id("req"))
         except errors.WeirError as refusal:
             self.count_refusal(refusal)
             await answer.refuse(refusal, await self.standing(principal, request.model_alias), None)
@@ -160,7 +160,7 @@ class Gateway:
         if waited_ns >= ns_from_ms(plan.deadline_ms):
             await self._refuse_late(plan, answer, ms_from_ns(waited_ns))
             return
-        ids = Ids(relay.ref, plan.request.request_id or self._new_id("req"), self._new_id("gen"))
+        ids = Ids(relay.ref, plan.request_id, self._new_id("gen"))
         assert self._parts is not None
         relay.acquire(acquire_of(plan, ids, self._planner.digest(plan), self._planner.prefix(plan), surface, waited_ns))
         left_s = plan.deadline_ms / 1e3 - waited_ns / 1e9

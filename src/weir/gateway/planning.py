@@ -33,10 +33,11 @@ _PIECE_CHARS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A request that may be asked for. deadline_ms: from arrival to the last token."""
+    """A request that may be asked for. request_id: the client's or a new one. deadline_ms: from arrival to the last token."""
 
     principal: Principal
     request: InferenceRequest
+    request_id: str
     alias: Alias
     revision: Revision
     workload: WorkloadClass
@@ -56,10 +57,10 @@ class Planner:
         self._digest_state = hmac.new(digest_key, digestmod=hashlib.sha256)
         self._salt_state = hmac.new(salt_key, digestmod=hashlib.sha256)
 
-    async def plan(self, principal: Principal, request: InferenceRequest) -> Plan:
-        """Raises UnknownAlias, InvalidRequest or InputTooLong."""
+    async def plan(self, principal: Principal, request: InferenceRequest, request_id: str) -> Plan:
+        """Pin the revision, count and bound. Raises UnknownAlias, InvalidRequest or InputTooLong."""
         snapshot = self._inbox.snapshot
-        alias, revision = snapshot.resolve(principal, request.model_alias)
+        alias, revision = self._resolve(principal, request, request_id)
         if not revision.chat and not isinstance(request.prompt, str):
             raise errors.InvalidRequest(
                 "This model completes plain text and takes no conversation.",
@@ -71,7 +72,15 @@ class Planner:
         workload = workload_class_of(snapshot.workload_classes, principal.service_class, input_tokens)
         max_output = _max_output(request, alias, revision, counted)
         deadline_ms = request.deadline_ms or workload.default_deadline_ms
-        return Plan(principal, request, alias, revision, workload, input_tokens, basis, max_output, deadline_ms)
+        return Plan(principal, request, request_id, alias, revision, workload, input_tokens, basis, max_output, deadline_ms)
+
+    def _resolve(self, principal: Principal, request: InferenceRequest, request_id: str) -> tuple[Alias, Revision]:
+        """The caller's revision; a canary that has no ready replica leaves its share to the stable one."""
+        snapshot = self._inbox.snapshot
+        alias, revision = snapshot.resolve(principal, request.model_alias, request.session or request_id)
+        if revision.id != alias.revision and not self._inbox.is_ready(revision.id):
+            return snapshot.resolve(principal, request.model_alias)
+        return alias, revision
 
     async def _count(self, tenant: str, revision: Revision, request: InferenceRequest) -> Tokens | None:
         replica = self._inbox.counting_replica(revision.id, tenant)

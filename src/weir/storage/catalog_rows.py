@@ -1,7 +1,8 @@
 """How the catalog's values become table rows and rows become values again; shared by every SQL control store.
 
-It decides nothing: a field of a value is a column of the same name, except that a price is spread over four columns and a
-scope's limits are one row each. Replacing is deleting by key and inserting, which every database can do.
+It decides nothing: a field of a value is a column of the same name, except that a price is spread over four columns, a
+scope's limits are one row each, and what is shared has an empty tenant where that is part of a key. Replacing is deleting by
+key and inserting, which every database can do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,6 +57,8 @@ def _row(value: Entity) -> dict[str, Any]:
     row: dict[str, Any] = msgspec.to_builtins(value, builtin_types=(bytes,))
     if isinstance(value, Application) and value.aliases is not None:
         row["aliases"] = sorted(value.aliases)
+    if isinstance(value, Alias):
+        row["tenant"] = value.tenant or ""
     for name, amount in row.pop("price", {}).items():
         row[_PRICE_PREFIX + name] = amount
     return row
@@ -65,6 +68,8 @@ def _value(kind: type[Entity], row: dict[str, Any]) -> Entity:
     if kind is Revision:
         names = [name for name in row if name.startswith(_PRICE_PREFIX)]
         row["price"] = {name.removeprefix(_PRICE_PREFIX): row.pop(name) for name in names}
+    if kind is Alias:
+        row["tenant"] = row["tenant"] or None
     return msgspec.convert(row, kind, builtin_types=(bytes,))
 
 

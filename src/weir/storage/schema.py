@@ -207,7 +207,10 @@ REVISION = Table(
     *_texts("engine", "artifact"),
     *_numbers("context_tokens", "max_output_tokens", "typical_output_tokens"),
     *_numbers("price_version", "price_input_microusd", "price_cached_input_microusd", "price_output_microusd"),
-    *(_required(name, Boolean) for name in ("chat", "external", "revoked")),
+    *(_required(name, Boolean) for name in ("chat", "external")),
+    _required("state", Text),
+    _required("arguments", JSON),
+    *(Column(name, Text) for name in ("artifact_digest", "evaluation", "tenant", "adapter_of", "registered_by", "approved_by")),
 )
 
 PRICE = Table(
@@ -222,10 +225,12 @@ PRICE = Table(
 ALIAS = Table(
     "alias",
     METADATA,
-    Column("name", Text, primary_key=True),
-    _required("revision", Text),
+    *_texts("tenant", "name", "revision"),
     _required("default_max_output_tokens", BigInteger),
+    Column("canary", JSON(none_as_null=True)),
+    PrimaryKeyConstraint("tenant", "name", name="alias_of_tenant"),
 )
+"""tenant: empty for a shared one."""
 
 POOL = Table(
     "pool",
@@ -239,6 +244,34 @@ POOL = Table(
     Column("tenant", Text),
     _required("service_classes", JSON),
     Column("input_tokens_max", BigInteger),
+    *(_required(name, Boolean) for name in ("declared", "retired")),
+)
+
+SIGNING_KEY = Table(
+    "signing_key",
+    METADATA,
+    Column("name", Text, primary_key=True),
+    _required("public_key", Text),
+    _required("roles", JSON),
+    Column("tenant", Text),
+    _required("not_before_ms", BigInteger),
+    Column("not_after_ms", BigInteger),
+    _required("revoked", Boolean),
+)
+
+ROLLOUT = Table(
+    "rollout",
+    METADATA,
+    Column("id", Text, primary_key=True),
+    _required("alias", Text),
+    Column("tenant", Text),
+    *_texts("stable", "canary"),
+    *(_required(name, JSON) for name in ("plan", "state")),
+    Column("score", JSON(none_as_null=True)),
+    *(_required(name, JSON) for name in ("pools", "former_pools")),
+    _required("proposed_by", Text),
+    _required("proposed_at_ms", BigInteger),
+    _required("log", JSON),
 )
 
 LIMIT_ENTRY = Table(

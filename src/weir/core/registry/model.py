@@ -1,13 +1,14 @@
 """Aliases, revisions, pools and workload classes: what a name resolves to.
 
 A customer sends an alias; it resolves to a revision, which is immutable: engine, artifact, arguments, context window, typical
-output. A pool is the replicas serving one revision. Prices are a versioned schedule beside the revision.
+output, evaluation set. Only its state changes, by `core/registry/approval.py`, and its price, a versioned schedule beside it. A
+pool is the replicas serving one revision.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 from weir.core.metering import Price
 from weir.core.tenancy import ServiceClass
@@ -22,14 +23,33 @@ class EngineKind(StrEnum):
     SIMULATED = "simulated"
 
 
+class RevisionState(StrEnum):
+    """Where a revision is in its life; see `core/registry/approval.py`."""
+
+    REGISTERED = "registered"
+    APPROVED = "approved"
+    LIVE = "live"
+    RETIRED = "retired"
+    REVOKED = "revoked"
+
+
+SERVING = frozenset({RevisionState.APPROVED, RevisionState.LIVE})
+"""States in which replicas may run it and new work may reach it."""
+
+Argument: TypeAlias = bool | int | float | str
+
+
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """An immutable, approved thing to run.
+    """An immutable thing to run, with the state of its approval.
 
-    artifact: what the engine loads (a file's path for llama.cpp, the served model's name for an OpenAI-compatible server, a
-    calibration row for the simulated engine). chat: takes conversations; a base model takes plain prompts only.
+    artifact: what the engine loads: a file's name in the signed artifact for llama.cpp, the served model's name for an
+    OpenAI-compatible server, a calibration row for the simulated engine. artifact_digest: of the signed artifact, None where
+    nothing was verified (behind a URL, or simulated). arguments: how the engine runs it, by name. evaluation: digest of its
+    evaluation set, None without one. chat: takes conversations; a base model takes plain prompts only.
     context_tokens: window per request, input and output together. typical_output_tokens: declared by whoever registers.
-    external: runs outside the platform; serves only tenants that allow it.
+    external: runs outside the platform; serves only tenants that allow it. tenant: whom it belongs to; None: to all.
+    adapter_of: the revision whose model its adapter changes. registered_by, approved_by: actors.
     """
 
     id: str
@@ -41,7 +61,24 @@ class Revision:
     price: Price
     chat: bool = True
     external: bool = False
-    revoked: bool = False
+    state: RevisionState = RevisionState.LIVE
+    artifact_digest: str | None = None
+    arguments: tuple[tuple[str, Argument], ...] = ()
+    evaluation: str | None = None
+    tenant: str | None = None
+    adapter_of: str | None = None
+    registered_by: str | None = None
+    approved_by: str | None = None
+
+    @property
+    def revoked(self) -> bool:
+        """Whether running work of it must be cancelled."""
+        return self.state is RevisionState.REVOKED
+
+    @property
+    def serves(self) -> bool:
+        """Whether replicas may run it and new work may reach it."""
+        return self.state in SERVING
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +96,8 @@ class Pool:
     replicas: how many to keep. concurrency: requests a replica may run at once. urls: addresses of engines that run already
     (else the platform launches them). on_demand: start with the first request, stop after idle_stop_ms without one.
     tenant: it is dedicated to this one; None: shared. service_classes: whose requests it takes. input_tokens_max: of one
-    request that it takes; None for no bound.
+    request that it takes; None for no bound. declared: by the way a cell was started, which keeps it only as long as it is
+    started so. retired: its replicas are drained and stopped.
     """
 
     name: str
@@ -72,15 +110,41 @@ class Pool:
     tenant: str | None = None
     service_classes: tuple[ServiceClass, ...] = tuple(ServiceClass)
     input_tokens_max: Tokens | None = None
+    declared: bool = False
+    retired: bool = False
+
+
+def within_reach(pools: Iterable[Pool], tenant: str, leaves_its_pools: bool) -> list[Pool]:
+    """Of a revision's pools those in which this tenant's prompts may ever be seen, its own first."""
+    candidates = list(pools)
+    own = [pool for pool in candidates if pool.tenant == tenant]
+    if own and not leaves_its_pools:
+        return own
+    return own + [pool for pool in candidates if pool.tenant is None]
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """The share of an alias's requests that goes to another revision. weight: whole percent, 0 … 100; step: of the rollout."""
+
+    rollout: str
+    step: int
+    revision: str
+    weight: int
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A name that applications use. default_max_output_tokens: the hold's output when a request names none."""
+    """A name that applications use. default_max_output_tokens: the hold's output when a request names none.
+
+    revision: the stable one. tenant: whom the name belongs to; None: to all. A tenant's own name goes before a shared one.
+    """
 
     name: str
     revision: str
     default_max_output_tokens: Tokens
+    canary: Canary | None = None
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +192,7 @@ CATALOG_KEYS: Mapping[str, Callable[[Any], tuple[str, ...]]] = {
     "applications": lambda application: (application.tenant, application.name),
     "keys": lambda key: (key.id,),
     "admin_keys": lambda key: (key.id,),
-    "aliases": lambda alias: (alias.name,),
+    "aliases": lambda alias: (alias.tenant or "", alias.name),
     "revisions": lambda revision: (revision.id,),
     "pools": lambda pool: (pool.name,),
 }

@@ -7,19 +7,26 @@ what is approved (who is this, may they use that alias, what does it resolve to)
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import TypeVar
 
 from weir import errors
 from weir.core.metering import Price
-from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES, Alias, Pool, Revision, WorkloadClass
+from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES, Alias, Canary, Pool, Revision, WorkloadClass, within_reach
+from weir.core.registry.split import takes_canary
 from weir.core.tenancy import ApiKey, Application, Limits, Principal, Scope, Tenant, digest_of_key
 from weir.core.windows import Zones
+
+Key = TypeVar("Key")
+
+_TABLES = ("tenants", "applications", "keys", "aliases", "tenant_aliases", "revisions", "pools", "limits", "prices")
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """version: int, rises with every change. Applications are keyed by (tenant, name), keys by the SHA-256 of the secret.
 
-    prices: the whole schedule, by (revision, version).
+    aliases: the shared ones by name; tenant_aliases: those that belong to one, by (tenant, name). prices: the whole schedule,
+    by (revision, version).
     """
 
     version: int = 0
@@ -27,16 +34,22 @@ class Snapshot:
     applications: Mapping[tuple[str, str], Application] = field(default_factory=dict)
     keys: Mapping[bytes, ApiKey] = field(default_factory=dict)
     aliases: Mapping[str, Alias] = field(default_factory=dict)
+    tenant_aliases: Mapping[tuple[str, str], Alias] = field(default_factory=dict)
     revisions: Mapping[str, Revision] = field(default_factory=dict)
     pools: Mapping[str, Pool] = field(default_factory=dict)
     limits: Mapping[Scope, Limits] = field(default_factory=dict)
     prices: Mapping[tuple[str, int], Price] = field(default_factory=dict)
     workload_classes: tuple[WorkloadClass, ...] = DEFAULT_WORKLOAD_CLASSES
     revoked_keys: frozenset[str] = field(init=False)
+    pools_of: Mapping[str, tuple[Pool, ...]] = field(init=False, compare=False)  # by revision
 
     def __post_init__(self) -> None:
+        by_revision: dict[str, tuple[Pool, ...]] = {}
+        for pool in self.pools.values():
+            by_revision[pool.revision] = (*by_revision.get(pool.revision, ()), pool)
+        object.__setattr__(self, "pools_of", MappingProxyType(by_revision))
         object.__setattr__(self, "revoked_keys", frozenset(key.id for key in self.keys.values() if key.revoked))
-        for name in ("tenants", "applications", "keys", "aliases", "revisions", "pools", "limits", "prices"):
+        for name in _TABLES:
             content = getattr(self, name)
             if not isinstance(content, MappingProxyType):  # one of another snapshot's is shared: nobody can change it
                 object.__setattr__(self, name, MappingProxyType(dict(content)))
@@ -75,20 +88,45 @@ class Snapshot:
         """A version of a revision's price schedule; what a hold pinned is never removed. Raises KeyError."""
         return self.prices[revision, version]
 
-    def resolve(self, principal: Principal, alias_name: str) -> tuple[Alias, Revision]:
-        """What an alias means for this caller. Raises UnknownAlias, also for an alias that it may not use."""
-        alias = self.aliases.get(alias_name)
-        application = self.applications[principal.tenant, principal.application]
-        if alias is None or not application.may_use(alias_name):
+    def resolve(self, principal: Principal, alias_name: str, caller: str | None = None) -> tuple[Alias, Revision]:
+        """What an alias means for this caller. Raises UnknownAlias, also for an alias that it may not use.
+
+        caller: its session, else its request id, by which it gets the canary's revision or the stable one; None: the latter.
+        """
+        alias = self._alias_of(principal, alias_name)
+        canary = alias.canary
+        if canary is not None and caller is not None and self._takes_canary(principal, canary, caller):
+            return alias, self.revisions[canary.revision]
+        if not self.is_entitled(principal, alias.revision):
             raise errors.UnknownAlias("This application has no such model alias.")
-        revision = self.revisions[alias.revision]
-        if revision.revoked or (revision.external and not self.tenants[principal.tenant].external_allowed):
+        return alias, self.revisions[alias.revision]
+
+    def _alias_of(self, principal: Principal, name: str) -> Alias:
+        alias = self.tenant_aliases.get((principal.tenant, name)) or self.aliases.get(name)
+        if alias is None or not self.applications[principal.tenant, principal.application].may_use(name):
             raise errors.UnknownAlias("This application has no such model alias.")
-        return alias, revision
+        return alias
+
+    def is_entitled(self, principal: Principal, revision_id: str) -> bool:
+        """Whether new work of this caller may reach a revision: it serves, is nobody else's, and is not out of bounds."""
+        revision = self.revisions.get(revision_id)
+        if revision is None or not revision.serves or revision.tenant not in (None, principal.tenant):
+            return False
+        return not revision.external or self.tenants[principal.tenant].external_allowed
+
+    def _takes_canary(self, principal: Principal, canary: Canary, caller: str) -> bool:
+        """Whether this caller is of the canary's share; where that has no pool for it, it stays with the stable revision."""
+        tenant = self.tenants[principal.tenant]
+        if not takes_canary(canary.rollout, canary.weight, tenant.name, caller):
+            return False
+        reached = within_reach(self.pools_of.get(canary.revision, ()), tenant.name, tenant.leaves_its_pools)
+        is_reached = any(principal.service_class in pool.service_classes for pool in reached)
+        return is_reached and self.is_entitled(principal, canary.revision)
 
     def aliases_for(self, principal: Principal) -> list[Alias]:
         """The aliases this caller may use, by name."""
-        return [alias for name, alias in sorted(self.aliases.items()) if self._usable(principal, name)]
+        own = {name: alias for (tenant, name), alias in self.tenant_aliases.items() if tenant == principal.tenant}
+        return [alias for name, alias in sorted({**self.aliases, **own}.items()) if self._usable(principal, name)]
 
     def _usable(self, principal: Principal, alias_name: str) -> bool:
         try:
@@ -98,8 +136,19 @@ class Snapshot:
         return True
 
     def serving(self, pools: Collection[str]) -> "Snapshot":
-        """The same where only these pools are kept: an alias that none of them serves is not offered."""
+        """The same where only these pools are kept: an alias that none of them serves is not offered, nor such a canary."""
         kept = {name: pool for name, pool in self.pools.items() if name in pools}
         served = {pool.revision for pool in kept.values()}
-        offered = {name: alias for name, alias in self.aliases.items() if alias.revision in served}
-        return replace(self, pools=kept, aliases=offered)
+        return replace(
+            self, pools=kept, aliases=_offered(self.aliases, served), tenant_aliases=_offered(self.tenant_aliases, served)
+        )
+
+
+def _offered(aliases: Mapping[Key, Alias], served: Collection[str]) -> dict[Key, Alias]:
+    """The aliases whose revision is served, each without a canary that is not."""
+    offered = {}
+    for key, alias in aliases.items():
+        if alias.revision in served:
+            is_tried = alias.canary is None or alias.canary.revision in served
+            offered[key] = alias if is_tried else replace(alias, canary=None)
+    return offered

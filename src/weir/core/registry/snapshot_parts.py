@@ -37,12 +37,14 @@ class SnapshotPart(msgspec.Struct, frozen=True, tag="snapshot_part", omit_defaul
     applications: tuple[Application, ...] = ()
     keys: tuple[ApiKey, ...] = ()
     aliases: tuple[Alias, ...] = ()
+    tenant_aliases: tuple[Alias, ...] = ()
     revisions: tuple[Revision, ...] = ()
     pools: tuple[Pool, ...] = ()
     gone_tenants: tuple[str, ...] = ()
     gone_applications: tuple[tuple[str, str], ...] = ()
     gone_keys: tuple[bytes, ...] = ()
     gone_aliases: tuple[str, ...] = ()
+    gone_tenant_aliases: tuple[tuple[str, str], ...] = ()
     gone_revisions: tuple[str, ...] = ()
     gone_pools: tuple[str, ...] = ()
     workload_classes: tuple[WorkloadClass, ...] = ()
@@ -75,6 +77,7 @@ _TOLD: Mapping[str, _Table] = {
     "applications": _keyed(lambda application: (application.tenant, application.name)),
     "keys": _keyed(lambda key: key.secret_sha256),
     "aliases": _keyed(lambda alias: alias.name),
+    "tenant_aliases": _keyed(lambda alias: (alias.tenant, alias.name)),
     "revisions": _keyed(lambda revision: revision.id),
     "pools": _keyed(lambda pool: pool.name),
 }

@@ -7,7 +7,7 @@ Which of the pools takes the request is not decided here, nor whether one of the
 from collections.abc import Iterable
 
 from weir import errors
-from weir.core.registry.model import Pool
+from weir.core.registry.model import Pool, within_reach
 from weir.core.tenancy import ServiceClass
 from weir.units import Tokens
 
@@ -36,11 +36,3 @@ def accepting(
         members = {"input_tokens": input_tokens, "limit": max(bounds)}
         raise errors.InputTooLong("No pool that may serve this request takes an input as long as this.", members=members)
     return [pool for pool in takers if pool.input_tokens_max is None or input_tokens <= pool.input_tokens_max]
-
-
-def within_reach(pools: list[Pool], tenant: str, leaves_its_pools: bool) -> list[Pool]:
-    """Of a revision's pools those in which this tenant's prompts may ever be seen, its own first."""
-    own = [pool for pool in pools if pool.tenant == tenant]
-    if own and not leaves_its_pools:
-        return own
-    return own + [pool for pool in pools if pool.tenant is None]
