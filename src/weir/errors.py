@@ -20,7 +20,9 @@
     │   ├── AlreadyExists                409 already_exists
     │   ├── NotAllowedNow                409 not_allowed_now        state, accepted
     │   ├── StreamNotRetained            410 stream_not_retained    generation
+    │   ├── ArtifactRefused              422 artifact_refused       field, reason, file
     │   ├── RequestIdReused              422 request_id_reused
+    │   ├── SignatureRefused             422 signature_refused      field, reason
     │   └── Quarantined                  422 quarantined
     ├── Rejected                         admission said no; waiting may help (retry_after_ms)
     │   ├── RequestsLimited              429 requests_limited       scope, limit, used, held, reset
@@ -48,6 +50,7 @@
     │   ├── Shutdown                     503 shutdown
     │   └── InternalError                500 internal_error
     └── StoreFault
+        ├── ArtifactsUnavailable         503 artifacts_unavailable
         ├── LedgerUnavailable            503 ledger_unavailable
         ├── StaleEpoch                   (never leaves the process) a newer coordinator writes
         ├── StateLocked                  (never leaves the process) another process owns the state directory
@@ -172,9 +175,21 @@ class StreamNotRetained(CallerFault):
     code, http_status, title = "stream_not_retained", 410, "The events of this request were not kept"
 
 
+class ArtifactRefused(CallerFault):
+    """Its members: field, reason (an `ArtifactFlaw`) and, where it is one file's, file."""
+
+    code, http_status, title = "artifact_refused", 422, "This artifact is not what may be served"
+
+
 class RequestIdReused(CallerFault):
     code, http_status, title = "request_id_reused", 422, "This request id belongs to another body"
     should_retry = False
+
+
+class SignatureRefused(CallerFault):
+    """Its members: field and reason (a `SignatureFlaw`)."""
+
+    code, http_status, title = "signature_refused", 422, "This signature is not one to rely on"
 
 
 class Quarantined(CallerFault):
@@ -302,6 +317,10 @@ class InternalError(PlatformFault):
 
 class StoreFault(WeirError):
     """The store could not do what was asked."""
+
+
+class ArtifactsUnavailable(StoreFault):
+    code, http_status, title = "artifacts_unavailable", 503, "The artifacts cannot be kept or read now"
 
 
 class LedgerUnavailable(StoreFault):
