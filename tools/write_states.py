@@ -1,13 +1,14 @@
-"""Writes docs/reference/states.md, the request machine as a diagram and a table, from the machine itself.
+"""Writes docs/reference/states.md, the machines of a request and of a rollout as diagrams and tables, from the machines.
 
 It asks `advance` about every pair of state and event, so the page cannot say anything that the code does not do. Run by
 `make docs`; a test fails when the page is out of date.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from weir.core.endings import FinishReason, ending
+from weir.core.registry import rollout
 from weir.core.request import (
     ATTEMPTS_MAX,
     Admit,
@@ -38,10 +39,46 @@ EVENTS: tuple[RequestEvent, ...] = (
     *(End(reason) for reason in FinishReason),
 )
 
-INTRODUCTION = f"""# Request states
+ROLLOUT_STATES: tuple[rollout.RolloutState, ...] = (
+    rollout.Proposed(0),
+    rollout.Verified(0, None),
+    rollout.Verified(0, None, lost_since_ms=0),
+    rollout.OnCanary(0, 0),
+    rollout.OnCanary(0, 0, lost_since_ms=0),
+    rollout.Promoting(0),
+    rollout.Promoting(0, lost_since_ms=0),
+    rollout.Paused(rollout.Proposed(0), 0),
+    rollout.Paused(rollout.Verified(0, None), 0),
+    rollout.Paused(rollout.OnCanary(0, 0), 0),
+    rollout.RollingBack(0, rollout.RollbackReason.OPERATOR, ""),
+)
+ROLLOUT_EVENTS: tuple[rollout.RolloutEvent, ...] = (
+    rollout.Verify(0, None),
+    rollout.RaiseWeight(0),
+    rollout.Promote(0),
+    rollout.Finish(0),
+    rollout.Pause(0),
+    rollout.Resume(0),
+    rollout.Lose(0),
+    rollout.Regain(),
+    rollout.RollBack(0, rollout.RollbackReason.OPERATOR, ""),
+)
 
-Made from `weir.core.request` by `make docs`; edit the machine, not this page. Terminal states are written in capitals. A pair
-that is not listed is illegal. An execution is dispatched at most {ATTEMPTS_MAX} times: the last attempt refuses `Requeue`.
+INTRODUCTION = """# States
+
+Made from `weir.core.request` and `weir.core.registry.rollout` by `make docs`; edit the machines, not this page. Terminal states
+are written in capitals. A pair that is not listed is illegal.
+"""
+REQUESTS = f"""
+## A request
+
+An execution is dispatched at most {ATTEMPTS_MAX} times: the last attempt refuses `Requeue`.
+"""
+ROLLOUTS = """
+## A rollout
+
+`canary` has a step, and `RaiseWeight` leads to the next one. `Lose` and `Regain` mark since when it has no ready replica. What
+is decided by, and why: [rollouts](../explanation/rollouts.md).
 """
 
 
@@ -68,15 +105,40 @@ def transitions() -> Iterator[tuple[str, str, str]]:
             yield shown(state), f"End: {', '.join(reasons)}", after
 
 
-def page() -> str:
-    """The whole page."""
-    rows = list(transitions())
+def rollout_transitions() -> Iterator[tuple[str, str, str]]:
+    """The same of a rollout; what differs only by a lost replica is one state."""
+    seen = set()
+    for state in ROLLOUT_STATES:
+        for event in ROLLOUT_EVENTS:
+            try:
+                after = rollout.advance(state, event)
+            except rollout.IllegalRolloutTransition:
+                continue
+            row = (_shown_rollout(state), type(event).__name__, _shown_rollout(after))
+            if row not in seen:
+                seen.add(row)
+                yield row
+
+
+def _shown_rollout(state: rollout.RolloutState) -> str:
+    name = rollout.name_of(state)
+    return name.upper() if rollout.is_terminal(state) else name
+
+
+def machine(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    """The lines of a diagram and of a table."""
     edges = [f"    {state} --> {after}: {event.partition(':')[0]}" for state, event, after in rows]
     table = [f"| {state} | {event} | {after} |" for state, event, after in rows]
+    return ["", "```mermaid", "stateDiagram-v2", *edges, "```", "", "| state | event | next state |", "|---|---|---|", *table]
+
+
+def page() -> str:
+    """The whole page."""
     statuses = [f"| {reason.value} | {ending(reason).status.value} |" for reason in FinishReason]
-    lines = ["", "```mermaid", "stateDiagram-v2", *edges, "```", "", "| state | event | next state |", "|---|---|---|", *table]
+    lines = machine(list(transitions()))
     lines += ["", "A finish reason names its status:", "", "| finish reason | status |", "|---|---|", *statuses, ""]
-    return INTRODUCTION + "\n".join(lines)
+    rollouts = machine(list(rollout_transitions()))
+    return INTRODUCTION + REQUESTS + "\n".join(lines) + ROLLOUTS + "\n".join([*rollouts, ""])
 
 
 def main() -> None:
