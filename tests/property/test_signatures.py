@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.signing_keys import private_key
 
-from weir.core.registry.key_ring import KeyRole, SigningKey, public_key_of, sign, verify
+from weir.core.registry.key_ring import KeyRole, SigningKey
 from weir.core.registry.manifest import FileDigest, Manifest, check_files, check_path, manifest_of
+from weir.core.registry.signatures import public_key_of, sign, verify
 from weir.core.registry.signed_manifest import SignedManifest, read_bundle, write_bundle
 from weir.errors import ArtifactRefused, SignatureRefused
 

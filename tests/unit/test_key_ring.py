@@ -13,17 +13,9 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from tests.signing_keys import private_key
 
-from weir.core.registry.key_ring import (
-    PEM_BYTES_MAX,
-    KeyRole,
-    SigningKey,
-    fingerprint_of,
-    public_key_of,
-    read_public_key,
-    sign,
-    verify,
-)
+from weir.core.registry.key_ring import KeyRole, SigningKey, fingerprint_of
 from weir.core.registry.manifest import FileDigest, manifest_of
+from weir.core.registry.signatures import PEM_BYTES_MAX, public_key_of, read_public_key, sign, verify
 from weir.core.registry.signed_manifest import SignatureFlaw, SignedManifest, read_bundle
 from weir.errors import InvalidRequest, SignatureRefused
 from weir.private_keys import new_signing_key

@@ -36,6 +36,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=4_096)]
 class SignatureFlaw(StrEnum):
     """Why a signature is refused: the member `reason` of the refusal."""
 
+    UNSIGNED = "unsigned"
     MALFORMED = "malformed"
     UNKNOWN_KEY = "unknown_key"
     MISMATCH = "mismatch"
