@@ -11,7 +11,9 @@ from typing import Protocol
 
 from weir.core.endings import FinishReason
 from weir.core.ledger.records import ExecutionId, HoldRecord, LedgerRecord
+from weir.core.registry.key_ring import SigningKey
 from weir.core.registry.model import Alias, Pool, Revision, RevisionPrice
+from weir.core.registry.rollout_record import Rollout
 from weir.core.registry.snapshot import Snapshot
 from weir.core.request import Message, Sampling
 from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Scope, Tenant
@@ -384,6 +386,8 @@ class Catalog:
     pools: Sequence[Pool] = ()
     limits: Sequence[tuple[Scope, Limits]] = ()
     prices: Sequence[RevisionPrice] = ()
+    signing_keys: Sequence[SigningKey] = ()
+    rollouts: Sequence[Rollout] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,10 +406,12 @@ class CatalogChange:
     revisions: Sequence[Revision] = ()
     pools: Sequence[Pool] = ()
     limits: Sequence[tuple[Scope, Limits]] = ()
+    signing_keys: Sequence[SigningKey] = ()
+    rollouts: Sequence[Rollout] = ()
 
 
 class ControlStore(Protocol):
-    """Tenants, applications, keys, limits, revisions, prices and the audit trail."""
+    """Tenants, applications, keys, limits, revisions, prices, rollouts and the audit trail."""
 
     async def load(self) -> Catalog:
         """The whole catalog in one consistent read."""

@@ -13,7 +13,13 @@ from tests.contract.stores import KINDS, T0_MS, AnyCatalog, Cell
 from weir import errors
 from weir.control.catalog_changes import changed_catalog
 from weir.core.metering import Price
+from weir.core.registry.evidence import Tally
+from weir.core.registry.golden_set import Score
+from weir.core.registry.key_ring import KeyRole, SigningKey
 from weir.core.registry.model import Alias, Canary, EngineKind, Pool, Revision, RevisionPrice, RevisionState
+from weir.core.registry.rollout import OnCanary, Paused, Verified
+from weir.core.registry.rollout_plan import RolloutPlan, Step
+from weir.core.registry.rollout_record import Rollout
 from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Role, Scope, ServiceClass, Tenant
 from weir.core.windows import FormerZone
 from weir.ports import AuditEntry, Catalog, CatalogChange
@@ -68,6 +74,27 @@ FULL = CatalogChange(
         Pool("pool-4", "rev-1", 1, 8, service_classes=(ServiceClass.BATCH, ServiceClass.INTERACTIVE), input_tokens_max=1),
         Pool("pool-5", "rev-1", 1, 8, declared=True),
         Pool("pool-6", "rev-1", 1, 8, retired=True),
+    ],
+    signing_keys=[
+        SigningKey("build", "PEM", frozenset(KeyRole), None, T0_MS),
+        SigningKey("old", "PEM 2", frozenset({KeyRole.ADAPTER}), "acme", 0, INT64_MAX, revoked=True),
+    ],
+    rollouts=[
+        Rollout("ro-1", "assistant", "rev-1", "rev-2", RolloutPlan(), OnCanary(1, T0_MS, Tally(9, 2, 1), 5), "ada", T0_MS),
+        Rollout(
+            "ro-2",
+            "assistant",
+            "rev-2",
+            "rev-1",
+            RolloutPlan((Step(1, 2, 3), Step(100, 4, 5)), false_alarm_rate=0.125),
+            Paused(Verified(T0_MS, Score(1, 2, ("a",))), T0_MS),
+            "ada",
+            T0_MS,
+            "acme",
+            Score(1, 2, ("a",)),
+            ("pool-1",),
+            ("pool-2", "pool-3"),
+        ),
     ],
     limits=[
         (Scope("acme"), Limits(1, 2, 0, INT64_MAX, 3, 4, 5, 6, 7)),

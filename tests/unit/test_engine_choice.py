@@ -91,9 +91,11 @@ async def test_further_pools_serve_what_the_first_one_serves() -> None:
     [revision], [alias] = models.revisions, models.aliases
     assert alias.revision == revision.id
     assert models.pools == (
-        Pool("assistant", revision.id, 1, 64, service_classes=(ServiceClass.INTERACTIVE,), input_tokens_max=50),
-        Pool("jobs", revision.id, 2, 8, tenant="acme", service_classes=(ServiceClass.BATCH,), input_tokens_max=900),
-        Pool("plain", revision.id, 1, 64),
+        Pool("assistant", revision.id, 1, 64, service_classes=(ServiceClass.INTERACTIVE,), input_tokens_max=50, declared=True),
+        Pool(
+            "jobs", revision.id, 2, 8, tenant="acme", service_classes=(ServiceClass.BATCH,), input_tokens_max=900, declared=True
+        ),
+        Pool("plain", revision.id, 1, 64, declared=True),
     )
 
 

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from weir import errors
-from weir.core.registry.model import Revision
+from weir.core.registry.key_ring import SigningKey
+from weir.core.registry.model import Alias, Pool, Revision
+from weir.core.registry.rollout_record import Rollout
 from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Scope, Tenant
 from weir.ports import Catalog
 
@@ -42,6 +44,28 @@ def require_admin_key(catalog: Catalog, key_id: str) -> AdminKey:
 def require_revision(catalog: Catalog, revision_id: str) -> Revision:
     """The revision of this id. Raises NotFound."""
     return _found((entry for entry in catalog.revisions if entry.id == revision_id), f"There is no revision {revision_id!r}.")
+
+
+def require_alias(catalog: Catalog, tenant: str | None, name: str) -> Alias:
+    """The alias of this name that belongs to a tenant, None for a shared one. Raises NotFound."""
+    owner = "" if tenant is None else f" of tenant {tenant!r}"
+    matching = (alias for alias in catalog.aliases if (alias.tenant, alias.name) == (tenant, name))
+    return _found(matching, f"There is no alias {name!r}{owner}.")
+
+
+def require_pool(catalog: Catalog, name: str) -> Pool:
+    """The pool of this name. Raises NotFound."""
+    return _found((pool for pool in catalog.pools if pool.name == name), f"There is no pool {name!r}.")
+
+
+def require_signing_key(catalog: Catalog, name: str) -> SigningKey:
+    """The trusted key of this name. Raises NotFound."""
+    return _found((key for key in catalog.signing_keys if key.name == name), f"There is no signing key {name!r}.")
+
+
+def require_rollout(catalog: Catalog, rollout_id: str) -> Rollout:
+    """The rollout of this id. Raises NotFound."""
+    return _found((each for each in catalog.rollouts if each.id == rollout_id), f"There is no rollout {rollout_id!r}.")
 
 
 def applications_of(catalog: Catalog, tenant: str) -> list[Application]:

@@ -24,6 +24,19 @@ def check_name(field: str, name: str) -> None:
         raise errors.InvalidRequest(f"{field} is not a valid name.", members={"field": field, "accepted": NAME_PATTERN})
 
 
+def check_alias(field: str, name: str) -> None:
+    """Raises InvalidRequest unless it can be an alias."""
+    if not re.fullmatch(ALIAS_PATTERN, name):
+        raise errors.InvalidRequest(f"{field} is not a valid alias.", members={"field": field, "accepted": ALIAS_PATTERN})
+
+
+def check_number(field: str, value: object, low: int, high: int) -> None:
+    """Raises InvalidRequest unless it is an integer low … high."""
+    if type(value) is not int or not low <= value <= high:
+        members = {"field": field, "accepted": f"an integer {low} … {high}"}
+        raise errors.InvalidRequest(f"{field} must be a whole number from {low} to {high}.", members=members)
+
+
 def check_time_zone(name: str) -> None:
     """Raises InvalidRequest unless it is an IANA time zone of this machine."""
     try:

@@ -13,11 +13,13 @@ import msgspec
 from sqlalchemy import Connection, Table, bindparam, delete, insert, select
 
 from weir.core.metering import Price
+from weir.core.registry.key_ring import SigningKey
 from weir.core.registry.model import Alias, Pool, Revision, RevisionPrice
+from weir.core.registry.rollout_record import Rollout
 from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Scope, Tenant
 from weir.storage import schema
 
-Entity: TypeAlias = Tenant | Application | ApiKey | AdminKey | Alias | Revision | Pool
+Entity: TypeAlias = Tenant | Application | ApiKey | AdminKey | Alias | Revision | Pool | SigningKey | Rollout
 
 ENTITIES: Mapping[str, tuple[Table, type[Entity]]] = {
     "tenants": (schema.TENANT, Tenant),
@@ -27,6 +29,8 @@ ENTITIES: Mapping[str, tuple[Table, type[Entity]]] = {
     "aliases": (schema.ALIAS, Alias),
     "revisions": (schema.REVISION, Revision),
     "pools": (schema.POOL, Pool),
+    "signing_keys": (schema.SIGNING_KEY, SigningKey),
+    "rollouts": (schema.ROLLOUT, Rollout),
 }
 """Each sequence of a catalog with its table and type."""
 
@@ -57,6 +61,8 @@ def _row(value: Entity) -> dict[str, Any]:
     row: dict[str, Any] = msgspec.to_builtins(value, builtin_types=(bytes,))
     if isinstance(value, Application) and value.aliases is not None:
         row["aliases"] = sorted(value.aliases)
+    if isinstance(value, SigningKey):
+        row["roles"] = sorted(value.roles)
     if isinstance(value, Alias):
         row["tenant"] = value.tenant or ""
     for name, amount in row.pop("price", {}).items():

@@ -271,7 +271,6 @@ ROLLOUT = Table(
     *(_required(name, JSON) for name in ("pools", "former_pools")),
     _required("proposed_by", Text),
     _required("proposed_at_ms", BigInteger),
-    _required("log", JSON),
 )
 
 LIMIT_ENTRY = Table(

@@ -6,11 +6,12 @@ pool is the replicas serving one revision.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
 
 from weir.core.metering import Price
+from weir.core.registry.rollout_plan import Tolerances
 from weir.core.tenancy import ServiceClass
 from weir.units import Millis, Tokens
 
@@ -125,12 +126,16 @@ def within_reach(pools: Iterable[Pool], tenant: str, leaves_its_pools: bool) -> 
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """The share of an alias's requests that goes to another revision. weight: whole percent, 0 … 100; step: of the rollout."""
+    """The share of an alias's requests that goes to another revision. weight: whole percent, 0 … 100; step: of the rollout.
+
+    tolerances: how much worse than the stable one it may be.
+    """
 
     rollout: str
     step: int
     revision: str
     weight: int
+    tolerances: Tolerances = field(default_factory=Tolerances)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,5 +200,7 @@ CATALOG_KEYS: Mapping[str, Callable[[Any], tuple[str, ...]]] = {
     "aliases": lambda alias: (alias.tenant or "", alias.name),
     "revisions": lambda revision: (revision.id,),
     "pools": lambda pool: (pool.name,),
+    "signing_keys": lambda key: (key.name,),
+    "rollouts": lambda rollout: (rollout.id,),
 }
 """The key of each kind of row that a catalog lists in its order, and a change replaces by it."""

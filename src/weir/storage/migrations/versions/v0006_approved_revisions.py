@@ -40,7 +40,6 @@ def upgrade() -> None:
         sa.Column("former_pools", sa.JSON, nullable=False),
         sa.Column("proposed_by", sa.Text, nullable=False),
         sa.Column("proposed_at_ms", sa.BigInteger, nullable=False),
-        sa.Column("log", sa.JSON, nullable=False),
     )
 
 

@@ -1,0 +1,245 @@
+"""Rollouts as changes of the catalog: proposed, moved by one event at a time, and with each event what the alias says.
+
+What a rollout's state means for its alias, its revisions and its pools is one function, and all of it is one transaction: there
+is never a weight without its step, nor a step without its weight. Who decides which event is not here: an administrator, or
+`rollout_loop.py`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TypeAlias
+
+from weir import errors
+from weir.control.catalog_lookup import require_alias, require_revision, require_rollout
+from weir.control.commands import Commands, Outcome
+from weir.control.model_commands import check_publishable, pools_of, running_rollout, targets_of
+from weir.core.registry.approval import Act, after
+from weir.core.registry.model import Alias, Canary, EngineKind, Pool, Revision
+from weir.core.registry.rollout import (
+    Finish,
+    IllegalRolloutTransition,
+    Live,
+    Lose,
+    Pause,
+    Promote,
+    Proposed,
+    RaiseWeight,
+    Regain,
+    Resume,
+    RollBack,
+    RollbackReason,
+    RolledBack,
+    RolloutEvent,
+    Route,
+    Verify,
+    advance,
+    name_of,
+    route_of,
+    weight_of,
+)
+from weir.core.registry.rollout_plan import RolloutPlan, check_plan
+from weir.core.registry.rollout_record import Rollout
+from weir.ports import AuditEntry, Catalog, CatalogChange, Clock, Entropy
+
+ACTOR = "rollout"
+"""Who acts in the audit trail where the loop decided."""
+ROLLOUTS_MAX = 64
+"""That run at once: each is looked at every few seconds, and keeps two revisions warm."""
+_ID_PREFIX = "ro-"
+_ID_BYTES = 8
+_SUFFIX_CHARACTERS = 8
+_POOL_NAME_CHARACTERS = 63
+
+Choose: TypeAlias = Callable[[Rollout], RolloutEvent | None]
+"""The event for a rollout as it is stored; None: nothing to do."""
+
+
+class RolloutCommands:
+    """The rollouts of a cell."""
+
+    def __init__(self, commands: Commands, clock: Clock, entropy: Entropy) -> None:
+        self._commands = commands
+        self._clock = clock
+        self._entropy = entropy
+
+    async def propose(
+        self, actor: str, alias_name: str, revision: str, plan: RolloutPlan, tenant: str | None = None
+    ) -> Outcome[Rollout]:
+        """Begin to move an alias to another revision: its replicas start, and nothing else changes yet.
+
+        A canary without pools gets one like each of the stable revision's. Raises InvalidRequest for the plan or the revision
+        that the alias means, NotFound, NotAllowedNow for an alias that a rollout moves or a revision that cannot serve.
+        """
+        check_plan(plan)
+        rollout_id = f"{_ID_PREFIX}{self._entropy.token(_ID_BYTES).hex()}"
+
+        def decide(catalog: Catalog) -> tuple[Rollout, CatalogChange]:
+            alias, canary = require_alias(catalog, tenant, alias_name), require_revision(catalog, revision)
+            _check_free(catalog, alias)
+            if alias.revision == revision:
+                raise errors.InvalidRequest("The alias means this revision already.", members={"field": "revision"})
+            made = [] if pools_of(catalog, revision) else _pools_like(pools_of(catalog, alias.revision), canary, rollout_id)
+            check_publishable(replace(catalog, pools=(*catalog.pools, *made)), canary, tenant)
+            rollout = Rollout(
+                id=rollout_id,
+                alias=alias_name,
+                tenant=tenant,
+                stable=alias.revision,
+                canary=revision,
+                plan=plan,
+                state=Proposed(self._clock.wall_ms()),
+                proposed_by=actor,
+                proposed_at_ms=self._clock.wall_ms(),
+                pools=tuple(pool.name for pool in made),
+                former_pools=tuple(pool.name for pool in pools_of(catalog, alias.revision)),
+            )
+            summary = {"alias": alias_name, "tenant": tenant, "from": alias.revision, "to": revision}
+            entry = self._commands.audit_entry(actor, "rollout.propose", rollout_id, summary)
+            return rollout, CatalogChange(entry, rollouts=(rollout,), pools=made)
+
+        return await self._commands.commit(decide)
+
+    async def pause(self, actor: str, rollout_id: str) -> Outcome[Rollout]:
+        """Hold it where it is; a breach still rolls it back. Raises NotFound, NotAllowedNow."""
+        return await self.act(actor, rollout_id, lambda rollout: Pause(self._clock.wall_ms()))
+
+    async def resume(self, actor: str, rollout_id: str) -> Outcome[Rollout]:
+        """Let a paused one go on. Raises NotFound, NotAllowedNow."""
+        return await self.act(actor, rollout_id, lambda rollout: Resume(self._clock.wall_ms()))
+
+    async def promote(self, actor: str, rollout_id: str) -> Outcome[Rollout]:
+        """Skip what is left of its steps. Raises NotFound, NotAllowedNow before its first step."""
+        return await self.act(actor, rollout_id, lambda rollout: Promote(self._clock.wall_ms()))
+
+    async def roll_back(
+        self, actor: str, rollout_id: str, detail: str = "An administrator rolled it back."
+    ) -> Outcome[Rollout]:
+        """Send everybody to the stable revision, at once. Raises NotFound, NotAllowedNow once it is over."""
+        return await self.act(
+            actor, rollout_id, lambda rollout: RollBack(self._clock.wall_ms(), RollbackReason.OPERATOR, detail)
+        )
+
+    async def act(self, actor: str, rollout_id: str, choose: Choose) -> Outcome[Rollout]:
+        """Move a rollout by the event that is chosen for it as it is stored. Raises NotFound, NotAllowedNow."""
+
+        def decide(catalog: Catalog) -> tuple[Rollout, CatalogChange | None]:
+            rollout = require_rollout(catalog, rollout_id)
+            event = choose(rollout)
+            if event is None:
+                return rollout, None
+            try:
+                moved = _moved(rollout, event)
+            except IllegalRolloutTransition as illegal:
+                detail = f"Rollout {rollout_id} is {name_of(rollout.state)}."
+                raise errors.NotAllowedNow(detail, members={"state": name_of(rollout.state)}) from illegal
+            entry = self._commands.audit_entry(actor, f"rollout.{_ACTIONS[type(event)]}", rollout_id, _summary_of(moved, event))
+            return moved, _change_of(catalog, moved, entry)
+
+        return await self._commands.commit(decide)
+
+
+# ── what follows from a state ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _moved(rollout: Rollout, event: RolloutEvent) -> Rollout:
+    score = event.score if isinstance(event, Verify) else rollout.score
+    return replace(rollout, state=advance(rollout.state, event), score=score)
+
+
+def _change_of(catalog: Catalog, rollout: Rollout, entry: AuditEntry) -> CatalogChange:
+    """The rollout as it is now, with what its alias, its canary's revision and the pools are by it."""
+    alias = _routed(require_alias(catalog, rollout.tenant, rollout.alias), require_revision(catalog, rollout.canary), rollout)
+    revisions = []
+    if route_of(rollout.state) is Route.NEW:
+        canary = require_revision(catalog, rollout.canary)
+        revisions = [replace(canary, state=after(canary, Act.PUBLISH))]
+    return CatalogChange(
+        entry, rollouts=(rollout,), aliases=(alias,), revisions=revisions, pools=_freed_pools(catalog, rollout)
+    )
+
+
+def _routed(alias: Alias, canary: Revision, rollout: Rollout) -> Alias:
+    match route_of(rollout.state):
+        case Route.OLD:
+            return replace(alias, revision=rollout.stable, canary=None)
+        case Route.SPLIT:
+            assert rollout.step is not None
+            weight = weight_of(rollout.plan, rollout.state)
+            share = Canary(rollout.id, rollout.step, rollout.canary, weight, rollout.plan.tolerances)
+            return replace(alias, revision=rollout.stable, canary=share)
+        case Route.NEW:
+            most = min(alias.default_max_output_tokens, canary.max_output_tokens)
+            return replace(alias, revision=rollout.canary, canary=None, default_max_output_tokens=most)
+
+
+def _freed_pools(catalog: Catalog, rollout: Rollout) -> list[Pool]:
+    """Pools that a rollout's end leaves without work, retired. What a start declared is its own affair."""
+    match rollout.state:
+        case Live():
+            names, revision = rollout.former_pools, rollout.stable
+        case RolledBack():
+            names, revision = rollout.pools, rollout.canary
+        case _:
+            return []
+    if _is_used(catalog, revision, rollout):
+        return []
+    freed = (pool for pool in catalog.pools if pool.name in names and not pool.retired and not pool.declared)
+    return [replace(pool, retired=True) for pool in freed]
+
+
+def _is_used(catalog: Catalog, revision: str, over: Rollout) -> bool:
+    """Whether anything but the alias of this rollout, which is over, leads to a revision, or may soon."""
+    others = (alias for alias in catalog.aliases if (alias.tenant, alias.name) != (over.tenant, over.alias))
+    moving = (each for each in catalog.rollouts if each.id != over.id and not each.is_over)
+    return any(revision in targets_of(alias) for alias in others) or any(
+        revision in (each.stable, each.canary) for each in moving
+    )
+
+
+def _pools_like(stable: Iterable[Pool], canary: Revision, rollout_id: str) -> list[Pool]:
+    """A pool for the canary like each of the stable revision's; none for an engine that the platform does not start."""
+    if canary.engine is EngineKind.OPENAI:
+        return []
+    suffix = f"-{rollout_id.removeprefix(_ID_PREFIX)[:_SUFFIX_CHARACTERS]}"
+    return [
+        replace(
+            pool,
+            name=pool.name[: _POOL_NAME_CHARACTERS - len(suffix)] + suffix,
+            revision=canary.id,
+            tenant=canary.tenant or pool.tenant,
+            urls=(),
+            on_demand=False,
+            declared=False,
+        )
+        for pool in stable
+    ]
+
+
+def _check_free(catalog: Catalog, alias: Alias) -> None:
+    """Raises NotAllowedNow where a rollout moves the alias, or too many are under way."""
+    if rollout := running_rollout(catalog, alias.tenant, alias.name):
+        raise errors.NotAllowedNow(f"Rollout {rollout} moves this alias already.", members={"rollout": rollout})
+    if sum(not each.is_over for each in catalog.rollouts) >= ROLLOUTS_MAX:
+        raise errors.NotAllowedNow(f"{ROLLOUTS_MAX} rollouts are under way.", members={"limit": ROLLOUTS_MAX})
+
+
+_ACTIONS: Mapping[type[RolloutEvent], str] = {
+    Verify: "verify",
+    RaiseWeight: "raise_weight",
+    Promote: "promote",
+    Finish: "finish",
+    Pause: "pause",
+    Resume: "resume",
+    Lose: "lose",
+    Regain: "regain",
+    RollBack: "roll_back",
+}
+
+
+def _summary_of(rollout: Rollout, event: RolloutEvent) -> dict[str, object]:
+    summary: dict[str, object] = {"state": name_of(rollout.state), "weight": weight_of(rollout.plan, rollout.state)}
+    if isinstance(event, RollBack):
+        summary |= {"reason": event.reason.value, "detail": event.detail}
+    if isinstance(event, Verify) and event.score is not None:
+        summary |= {"passed": event.score.passed, "total": event.score.total}
+    return summary

@@ -1,0 +1,158 @@
+"""What administrators may do with revisions, aliases, pools and trusted keys, and what they are told when they may not."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.signing_keys import private_key
+from tests.unit.registry_desk import CALLER, STABLE, T0_MS, RegistryDesk, registered
+
+from weir import errors
+from weir.control.model_commands import NewPool
+from weir.core.registry.key_ring import KeyRole
+from weir.core.registry.model import Alias, EngineKind, Pool, RevisionState
+from weir.core.registry.rollout_plan import RolloutPlan
+from weir.core.registry.signatures import public_key_of
+from weir.core.tenancy import ServiceClass
+
+NEXT = registered("small@2")
+
+
+def _public(number: int) -> str:
+    return public_key_of(private_key(number))
+
+
+@pytest.fixture
+async def desk() -> RegistryDesk:
+    desk = RegistryDesk()
+    await desk.open()
+    await desk.put(NEXT)
+    return desk
+
+
+async def test_a_revision_from_registration_to_retirement(desk: RegistryDesk) -> None:
+    """Protects the order of acts: approved by another one, with a pool, published, and retired once nothing leads to it."""
+    with pytest.raises(errors.Forbidden):
+        await desk.models.approve("ada", NEXT.id)
+    with pytest.raises(errors.NotAllowedNow, match="registered"):
+        await desk.models.publish("ada", "assistant", NEXT.id)
+    with pytest.raises(errors.NotAllowedNow, match="registered"):
+        await desk.models.create_pool("ada", NewPool("next", NEXT.id))
+    approved, _ = await desk.models.approve("bob", NEXT.id)
+    assert (approved.state, approved.approved_by) == (RevisionState.APPROVED, "bob")
+    with pytest.raises(errors.NotAllowedNow, match="no pool"):
+        await desk.models.publish("ada", "assistant", NEXT.id)
+    await desk.models.create_pool("ada", NewPool("next", NEXT.id, replicas=2, concurrency=3))
+    alias, _ = await desk.models.publish("ada", "assistant", NEXT.id)
+    assert alias == Alias("assistant", NEXT.id, 512), "the default is cut to what the revision gives"
+    assert desk.snapshot.resolve(CALLER, "assistant")[1].state is RevisionState.LIVE
+    with pytest.raises(errors.NotAllowedNow) as needed:
+        await desk.models.retire("ada", NEXT.id)
+    assert needed.value.members["aliases"] == ["assistant"]
+    with pytest.raises(errors.NotAllowedNow, match="last"):
+        await desk.models.retire_pool("ada", "next")
+    retired, _ = await desk.models.retire("ada", STABLE.id)
+    assert retired.state is RevisionState.RETIRED
+    assert await desk.audited() == [
+        ("bob", "revision.approve", NEXT.id),
+        ("ada", "pool.create", "next"),
+        ("ada", "alias.publish", "assistant"),
+        ("ada", "revision.retire", STABLE.id),
+    ]
+
+
+async def test_a_revoked_revision_serves_nobody(desk: RegistryDesk) -> None:
+    """Protects revocation: it works in every state, twice, also while an alias leads there, and nothing undoes it."""
+    for _ in range(2):
+        revoked, _ = await desk.models.revoke("ada", STABLE.id)
+        assert revoked.revoked
+    with pytest.raises(errors.UnknownAlias):
+        desk.snapshot.resolve(CALLER, "assistant")
+    with pytest.raises(errors.NotAllowedNow):
+        await desk.models.approve("bob", STABLE.id)
+    assert await desk.audited() == [("ada", "revision.revoke", STABLE.id)]
+
+
+async def test_an_alias_of_a_tenant_is_its_own(desk: RegistryDesk) -> None:
+    """Protects adapters: a tenant's revision is published to its aliases alone, and runs in its pools alone."""
+    await desk.put(registered("own@1", tenant="acme", state=RevisionState.APPROVED))
+    with pytest.raises(errors.InvalidRequest) as refused:
+        await desk.models.create_pool("ada", NewPool("own", "own@1"))
+    assert refused.value.members == {"field": "tenant", "accepted": "acme"}
+    await desk.models.create_pool("ada", NewPool("own", "own@1", tenant="acme"))
+    for tenant in (None, "globex"):
+        with pytest.raises(errors.NotAllowedNow, match="belongs to a tenant"):
+            await desk.models.publish("ada", "assistant", "own@1", tenant=tenant)
+    alias, _ = await desk.models.publish("ada", "assistant", "own@1", tenant="acme")
+    assert alias == Alias("assistant", "own@1", 100, tenant="acme")
+    assert desk.snapshot.resolve(CALLER, "assistant")[1].id == "own@1"
+    with pytest.raises(errors.NotFound):
+        await desk.models.publish("ada", "assistant", STABLE.id, tenant="nobody")
+
+
+async def test_pools_grow_shrink_and_end(desk: RegistryDesk) -> None:
+    """Protects pools: sizes and classes change, a name is never given twice, and what a start declared is left to it."""
+    pool, _ = await desk.models.create_pool("ada", NewPool("more", STABLE.id, tenant="acme"))
+    patched, _ = await desk.models.patch_pool("ada", "more", replicas=3, service_classes=[ServiceClass.BATCH])
+    assert (patched.replicas, patched.concurrency, patched.service_classes) == (3, pool.concurrency, (ServiceClass.BATCH,))
+    for _ in range(2):
+        assert (await desk.models.retire_pool("ada", "more"))[0].retired
+    assert "more" not in desk.snapshot.pools
+    with pytest.raises(errors.AlreadyExists):
+        await desk.models.create_pool("ada", NewPool("more", STABLE.id))
+    await desk.put(pools=(Pool("started", STABLE.id, 1, 1, declared=True),))
+    for call in (desk.models.patch_pool("ada", "started", replicas=2), desk.models.retire_pool("ada", "started")):
+        with pytest.raises(errors.NotAllowedNow, match="started"):
+            await call
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        (NewPool("Bad name", STABLE.id), "name"),
+        (NewPool("p", STABLE.id, replicas=-1), "replicas"),
+        (NewPool("p", STABLE.id, replicas=2_000), "replicas"),
+        (NewPool("p", STABLE.id, concurrency=0), "concurrency"),
+        (NewPool("p", STABLE.id, urls=("http://127.0.0.1:1",)), "urls"),
+        (NewPool("p", "served@1"), "urls"),
+    ],
+)
+async def test_a_wrong_pool_is_refused_by_field(desk: RegistryDesk, asked: NewPool, field: str) -> None:
+    """Protects whoever types it: the field and what it accepts."""
+    await desk.put(replace(registered("served@1", state=RevisionState.APPROVED), engine=EngineKind.OPENAI))
+    with pytest.raises(errors.InvalidRequest) as refused:
+        await desk.models.create_pool("ada", asked)
+    assert refused.value.members["field"] == field and refused.value.members["accepted"]
+
+
+async def test_an_alias_that_a_rollout_moves_is_left_to_it(desk: RegistryDesk) -> None:
+    """Protects a rollout: nothing else moves its alias or takes its revisions away meanwhile."""
+    await desk.models.approve("bob", NEXT.id)
+    rollout, _ = await desk.rollouts.propose("ada", "assistant", NEXT.id, RolloutPlan())
+    with pytest.raises(errors.NotAllowedNow, match=rollout.id):
+        await desk.models.publish("ada", "assistant", STABLE.id)
+    for revision in (STABLE.id, NEXT.id):
+        with pytest.raises(errors.NotAllowedNow, match=rollout.id):
+            await desk.models.retire("ada", revision)
+
+
+async def test_keys_are_trusted_and_revoked(desk: RegistryDesk) -> None:
+    """Protects the key ring: a key stands once, with roles and a validity, and a revoked one never comes back."""
+    key, _ = await desk.key_ring.add("ada", "build", _public(1), [KeyRole.MODEL])
+    assert (key.not_before_ms, key.not_after_ms, key.revoked) == (T0_MS, None, False)
+    wrong: list[tuple[type[errors.WeirError], dict[str, Any]]] = [
+        (errors.AlreadyExists, {"name": "build", "public_key": _public(2)}),
+        (errors.AlreadyExists, {"name": "again", "public_key": _public(1)}),
+        (errors.InvalidRequest, {"name": "none", "public_key": _public(2), "roles": []}),
+        (errors.InvalidRequest, {"name": "past", "public_key": _public(2), "validity": (5, 5)}),
+        (errors.InvalidRequest, {"name": "text", "public_key": "not a key"}),
+        (errors.NotFound, {"name": "their", "public_key": _public(2), "tenant": "nobody"}),
+    ]
+    for kind, asked in wrong:
+        with pytest.raises(kind):
+            await desk.key_ring.add("ada", **{"roles": [KeyRole.MODEL], **asked})
+    for _ in range(2):
+        assert (await desk.key_ring.revoke("ada", "build"))[0].revoked
+    with pytest.raises(errors.NotFound):
+        await desk.key_ring.revoke("ada", "other")
+    assert await desk.audited() == [("ada", "key_ring.add", "build"), ("ada", "key_ring.revoke", "build")]
