@@ -73,6 +73,17 @@ async def test_a_revoked_revision_serves_nobody(desk: RegistryDesk) -> None:
     assert await desk.audited() == [("ada", "revision.revoke", STABLE.id)]
 
 
+async def test_an_adapter_ends_with_what_it_changes(desk: RegistryDesk) -> None:
+    """Protects tenants of a revoked model: its adapters go with it, and it is not retired under them."""
+    await desk.put(registered("own@1", tenant="acme", adapter_of=NEXT.id, state=RevisionState.APPROVED))
+    with pytest.raises(errors.NotAllowedNow) as needed:
+        await desk.models.retire("ada", NEXT.id)
+    assert needed.value.members["adapters"] == ["own@1"]
+    await desk.models.revoke("ada", NEXT.id)
+    states = {revision.id: revision.state for revision in (await desk.commands.catalog()).revisions}
+    assert states == {NEXT.id: RevisionState.REVOKED, "own@1": RevisionState.REVOKED, STABLE.id: RevisionState.LIVE}
+
+
 async def test_an_alias_of_a_tenant_is_its_own(desk: RegistryDesk) -> None:
     """Protects adapters: a tenant's revision is published to its aliases alone, and runs in its pools alone."""
     await desk.put(registered("own@1", tenant="acme", state=RevisionState.APPROVED))

@@ -66,26 +66,35 @@ class ModelCommands:
         return await self._change_revision(actor, "revision.approve", revision, approved)
 
     async def retire(self, actor: str, revision: str) -> Outcome[Revision]:
-        """End a revision's service: its pools drain. Raises NotFound, NotAllowedNow where an alias still leads to it."""
+        """End a revision's service: its pools drain. Raises NotFound, NotAllowedNow where something still needs it."""
 
         def retired(catalog: Catalog, known: Revision) -> Revision:
             state = after(known, Act.RETIRE)
             names = sorted({alias.name for alias in catalog.aliases if revision in targets_of(alias)})
             moving = [each.id for each in catalog.rollouts if not each.is_over and revision in (each.stable, each.canary)]
-            if names or moving:
-                detail = f"Revision {revision!r} is still needed by {', '.join(names + moving)}."
-                raise errors.NotAllowedNow(detail, members={"aliases": names, "rollouts": moving})
+            adapters = [each.id for each in catalog.revisions if each.adapter_of == revision and each.serves]
+            if needed := names + moving + adapters:
+                detail = f"Revision {revision!r} is still needed by {', '.join(needed)}."
+                raise errors.NotAllowedNow(detail, members={"aliases": names, "rollouts": moving, "adapters": adapters})
             return replace(known, state=state)
 
         return await self._change_revision(actor, "revision.retire", revision, retired)
 
     async def revoke(self, actor: str, revision: str) -> Outcome[Revision]:
-        """End a revision for good: its running work is cancelled, its replicas stop. Idempotent. Raises NotFound."""
+        """End a revision and its adapters for good: their running work is cancelled, their replicas stop.
 
-        def revoked(catalog: Catalog, known: Revision) -> Revision:
-            return replace(known, state=after(known, Act.REVOKE))
+        Idempotent. Raises NotFound.
+        """
 
-        return await self._change_revision(actor, "revision.revoke", revision, revoked)
+        def plan(catalog: Catalog) -> tuple[Revision, CatalogChange | None]:
+            known = require_revision(catalog, revision)
+            ended = [known, *(each for each in catalog.revisions if each.adapter_of == revision)]
+            revoked = [replace(each, state=after(each, Act.REVOKE)) for each in ended]
+            adapters = [each.id for each in revoked[1:]]
+            entry = self._commands.audit_entry(actor, "revision.revoke", revision, {"adapters": adapters} if adapters else {})
+            return revoked[0], None if revoked == ended else CatalogChange(entry, revisions=revoked)
+
+        return await self._commands.commit(plan)
 
     async def _change_revision(self, actor: str, action: str, revision: str, change: Any) -> Outcome[Revision]:
         entry = self._commands.audit_entry(actor, action, revision, {})
