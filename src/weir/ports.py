@@ -7,19 +7,22 @@ sees it.
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from weir.core.endings import FinishReason
 from weir.core.ledger.records import ExecutionId, HoldRecord, LedgerRecord
 from weir.core.registry.key_ring import SigningKey
+from weir.core.registry.manifest import Manifest
 from weir.core.registry.model import Alias, Pool, Revision, RevisionPrice
 from weir.core.registry.rollout_record import Rollout
+from weir.core.registry.signed_manifest import SignedManifest
 from weir.core.registry.snapshot import Snapshot
 from weir.core.request import Message, Sampling
 from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Scope, Tenant
 from weir.errors import WeirError
 from weir.messages import Down, GenerationRecord, ReplicaAddress, Up
-from weir.units import MicroDollars, Millis, Nanos, Tokens
+from weir.units import Bytes, MicroDollars, Millis, Nanos, Tokens
 
 # ── time and randomness ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -430,6 +433,42 @@ class ControlStore(Protocol):
         ...
 
     async def aclose(self) -> None: ...
+
+
+# ── artifacts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+VerifySignature = Callable[[SignedManifest], SigningKey]
+"""The key that vouches now for what is signed. Raises SignatureRefused."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptArtifact:
+    """What was kept, and the key that vouched for it. manifest.digest names it."""
+
+    manifest: Manifest
+    size_bytes: Bytes
+    key: SigningKey
+
+
+class Artifacts(Protocol):
+    """Registered artifacts and evaluation sets. Each call raises ArtifactsUnavailable when the disk fails it."""
+
+    async def keep(
+        self, folder: Path, bundle: bytes, verify: VerifySignature, signature_name: str | None = None
+    ) -> KeptArtifact:
+        """Keep a copy of a signed folder. Raises SignatureRefused or ArtifactRefused, with the reason, unless all is right.
+
+        bundle: the signature file's content. signature_name: that file's path in the folder, if it lies there.
+        """
+        ...
+
+    async def keep_file(self, content: bytes) -> str:
+        """Keep a single file; its digest, `sha256:` and hex. Raises ArtifactRefused when it is too large."""
+        ...
+
+    async def read_file(self, digest: str) -> bytes:
+        """A kept file's content. Raises ArtifactRefused when it is not there, or is not what was kept."""
+        ...
 
 
 # ── gateway and coordinator ──────────────────────────────────────────────────────────────────────────────────────────
