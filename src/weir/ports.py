@@ -437,7 +437,7 @@ class ControlStore(Protocol):
 
 # ── artifacts ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-VerifySignature = Callable[[SignedManifest], SigningKey]
+Verify = Callable[[SignedManifest], SigningKey]
 """The key that vouches now for what is signed. Raises SignatureRefused."""
 
 
@@ -453,13 +453,8 @@ class KeptArtifact:
 class Artifacts(Protocol):
     """Registered artifacts and evaluation sets. Each call raises ArtifactsUnavailable when the disk fails it."""
 
-    async def keep(
-        self, folder: Path, bundle: bytes, verify: VerifySignature, signature_name: str | None = None
-    ) -> KeptArtifact:
-        """Keep a copy of a signed folder. Raises SignatureRefused or ArtifactRefused, with the reason, unless all is right.
-
-        bundle: the signature file's content. signature_name: that file's path in the folder, if it lies there.
-        """
+    async def keep(self, folder: Path, bundle: bytes, verify: Verify, signature_name: str | None = None) -> KeptArtifact:
+        """Keep a copy of a signed folder; see `ArtifactStore.keep`. Raises SignatureRefused, ArtifactRefused."""
         ...
 
     async def keep_file(self, content: bytes) -> str:

@@ -17,7 +17,7 @@ from tests.signing_keys import private_key
 from weir.core.registry.key_ring import KeyRole, SigningKey
 from weir.core.registry.manifest import ArtifactFlaw, FileDigest, Manifest, manifest_of
 from weir.core.registry.signatures import public_key_of, sign, verify
-from weir.ports import VerifySignature
+from weir.ports import Verify
 from weir.storage.artifact_store import ArtifactStore
 from weir.units import Millis
 
@@ -65,7 +65,7 @@ class Trust:
     keys: list[SigningKey] = field(default_factory=lambda: [key_of(1)])
     now_ms: Millis = NOW_MS
 
-    def of(self, tenant: str | None = None, role: KeyRole = KeyRole.MODEL) -> VerifySignature:
+    def of(self, tenant: str | None = None, role: KeyRole = KeyRole.MODEL) -> Verify:
         """The judgement of a signature as it is at this moment."""
         return partial(verify, keys=tuple(self.keys), role=role, tenant=tenant, now_ms=self.now_ms)
 

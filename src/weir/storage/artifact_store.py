@@ -26,7 +26,7 @@ from weir import errors
 from weir.core.registry.artifact_kinds import bytes_to_check, check_allowed, check_content
 from weir.core.registry.manifest import ArtifactFlaw, FileDigest, Manifest, artifact_refused, check_files, shown
 from weir.core.registry.signed_manifest import BUNDLE_BYTES_MAX, SignatureFlaw, SignedManifest, read_bundle, signature_refused
-from weir.ports import KeptArtifact, VerifySignature
+from weir.ports import KeptArtifact, Verify
 from weir.storage.plain_folder import FileIdentity, PlainFolder, blocks_of, check_identity
 from weir.units import Bytes
 
@@ -73,7 +73,7 @@ class ArtifactStore:
             for left in self._directory.glob(f"{_UNFINISHED}*"):
                 _remove(left)
 
-    def keep(self, folder: Path, bundle: bytes, verify: VerifySignature, signature_name: str | None = None) -> KeptArtifact:
+    def keep(self, folder: Path, bundle: bytes, verify: Verify, signature_name: str | None = None) -> KeptArtifact:
         """Keep a copy of a signed folder. Raises SignatureRefused or ArtifactRefused, with the reason, unless all is right.
 
         bundle: the signature file's content. signature_name: that file's path in the folder, if it lies there; it is not kept.
@@ -127,7 +127,7 @@ class ArtifactStore:
         _write_whole(folder / signed.key_hint, bundle, place)
 
     @contextmanager
-    def opened(self, digest: str, names: Sequence[str], verify: VerifySignature) -> Iterator[OpenArtifact]:
+    def opened(self, digest: str, names: Sequence[str], verify: Verify) -> Iterator[OpenArtifact]:
         """Named files of a kept artifact, verified anew: its signature as it is trusted now, and the content of all its files.
 
         Raises SignatureRefused or ArtifactRefused with what is wrong, and with which file.
@@ -137,7 +137,7 @@ class ArtifactStore:
                 files = self._read(self._vouched(digest, verify), names, held)
             yield OpenArtifact(files)
 
-    def _vouched(self, digest: str, verify: VerifySignature) -> Manifest:
+    def _vouched(self, digest: str, verify: Verify) -> Manifest:
         """The artifact's manifest by the newest signature that is good; else the newest one's refusal."""
         kept = self._signatures / _hex_of(digest)
         if not kept.exists():

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
-from weir.ports import KeptArtifact, VerifySignature
+from weir.ports import KeptArtifact, Verify
 from weir.storage.artifact_store import ArtifactStore, OpenArtifact
 
 
@@ -18,9 +18,7 @@ class ArtifactsOffLoop:
     def __init__(self, store: ArtifactStore) -> None:
         self._store = store
 
-    async def keep(
-        self, folder: Path, bundle: bytes, verify: VerifySignature, signature_name: str | None = None
-    ) -> KeptArtifact:
+    async def keep(self, folder: Path, bundle: bytes, verify: Verify, signature_name: str | None = None) -> KeptArtifact:
         """As `ArtifactStore.keep`."""
         return await asyncio.to_thread(self._store.keep, folder, bundle, verify, signature_name)
 
@@ -33,7 +31,7 @@ class ArtifactsOffLoop:
         return await asyncio.to_thread(self._store.read_file, digest)
 
     @asynccontextmanager
-    async def opened(self, digest: str, names: Sequence[str], verify: VerifySignature) -> AsyncIterator[OpenArtifact]:
+    async def opened(self, digest: str, names: Sequence[str], verify: Verify) -> AsyncIterator[OpenArtifact]:
         """As `ArtifactStore.opened`."""
         held = ExitStack()
         opening = asyncio.get_running_loop().run_in_executor(
