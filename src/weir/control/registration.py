@@ -1,0 +1,253 @@
+"""A revision is registered: its artifact is verified and kept, and everything that makes it what it is, recorded.
+
+It decides what a registration may say and what the revision is called: its id carries a digest of all that is immutable, so
+that another artifact, window or argument is another revision. Files are read before anything is recorded; what is kept and
+never recorded is found by its content the next time. Nothing serves by being registered.
+"""
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from weir import errors
+from weir.control.catalog_lookup import require_revision, require_tenant
+from weir.control.commands import Commands, Outcome
+from weir.control.validation import check_name, check_number, check_prices
+from weir.core.metering import Price
+from weir.core.registry.arguments import checked_arguments
+from weir.core.registry.golden_set import parse_golden_set
+from weir.core.registry.key_ring import KeyRole, SigningKey
+from weir.core.registry.manifest import Manifest
+from weir.core.registry.model import Argument, EngineKind, Revision, RevisionState
+from weir.core.registry.signatures import verify
+from weir.core.registry.signed_manifest import SignedManifest
+from weir.ports import Artifacts, Catalog, CatalogChange, Clock, KeptArtifact
+from weir.units import Bytes, Tokens
+
+CONTEXT_TOKENS_MIN, CONTEXT_TOKENS_MAX = 16, 100_000_000
+BUNDLE_BYTES_MAX: Bytes = 16 * 1024 * 1024
+_PATH_CHARACTERS_MAX = 4_096
+_ID_DIGITS = 8
+_WEIGHTS = ".gguf"
+_MUTABLE = ("id", "state", "price", "registered_by", "approved_by")
+_FITTING = {
+    "served": "with the engine openai, and only then, the served model's name",
+    "folder": "with the engine llamacpp, and only then, the artifact's path",
+    "signature": "with the engine llamacpp, and only then, its signature's path",
+    "external": "only with the engine openai",
+    "artifact": "not with the engine openai",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NewRevision:
+    """A revision as it is asked for; see `Revision`.
+
+    folder, signature: absolute paths on this machine, of the artifact and of its signature. artifact: the file in it that the
+    engine loads, if there are several; of a simulated engine, the calibration row. served: what an engine behind a URL calls
+    the model. max_output_tokens, typical_output_tokens: None for the window, and for a quarter of the most. evaluation: the
+    evaluation set's lines. An adapter (adapter_of) has engine, window, outputs and arguments of what it changes.
+    """
+
+    name: str
+    engine: EngineKind
+    context_tokens: Tokens
+    input_microusd: int
+    cached_input_microusd: int
+    output_microusd: int
+    folder: str | None = None
+    signature: str | None = None
+    artifact: str | None = None
+    served: str | None = None
+    max_output_tokens: Tokens | None = None
+    typical_output_tokens: Tokens | None = None
+    chat: bool = True
+    external: bool = False
+    arguments: Mapping[str, Argument] = field(default_factory=dict)
+    evaluation: str | None = None
+    tenant: str | None = None
+    adapter_of: str | None = None
+
+
+class Registration:
+    """Registers revisions. `actor` is the name that the audit trail shows, and who may not approve them."""
+
+    def __init__(self, commands: Commands, artifacts: Artifacts, clock: Clock) -> None:
+        self._commands = commands
+        self._artifacts = artifacts
+        self._clock = clock
+
+    async def register(self, actor: str, asked: NewRevision) -> Outcome[Revision]:
+        """Verify, keep and record. Nothing serves yet.
+
+        Raises InvalidRequest by field, SignatureRefused or ArtifactRefused with the reason, NotFound for the tenant or the
+        revision that an adapter changes, NotAllowedNow where that one cannot be changed, AlreadyExists, ArtifactsUnavailable.
+        """
+        catalog = await self._commands.catalog()
+        revision = await self._built(catalog, actor, asked)
+        summary = {
+            "artifact": revision.artifact_digest or "unverified",
+            "engine": revision.engine.value,
+            "tenant": revision.tenant,
+            "adapter_of": revision.adapter_of,
+        }
+        entry = self._commands.audit_entry(actor, "revision.register", revision.id, summary)
+
+        def plan(catalog: Catalog) -> tuple[Revision, CatalogChange]:
+            if any(known.id == revision.id for known in catalog.revisions):
+                raise errors.AlreadyExists(f"This is registered already, as {revision.id!r}.")
+            return revision, CatalogChange(entry, revisions=(revision,))
+
+        return await self._commands.commit(plan)
+
+    async def _built(self, catalog: Catalog, actor: str, asked: NewRevision) -> Revision:
+        draft = _draft(catalog, actor, asked)
+        cases = None if asked.evaluation is None else asked.evaluation.encode()
+        if cases is not None:
+            parse_golden_set(cases)
+        kept = await self._kept(catalog, asked)
+        return with_id(
+            asked.name,
+            replace(
+                draft,
+                artifact=_loaded_file(asked, kept.manifest) if kept else draft.artifact,
+                artifact_digest=kept.manifest.digest if kept else None,
+                evaluation=None if cases is None else await self._artifacts.keep_file(cases),
+            ),
+        )
+
+    async def _kept(self, catalog: Catalog, asked: NewRevision) -> KeptArtifact | None:
+        """The artifact, verified and copied; None for an engine that loads none of ours."""
+        if asked.engine is not EngineKind.LLAMACPP:
+            return None
+        folder, signature = _absolute("folder", asked.folder), _absolute("signature", asked.signature)
+        role = KeyRole.MODEL if asked.adapter_of is None else KeyRole.ADAPTER
+        bundle = await asyncio.to_thread(_read_bundle, signature)
+
+        def trusted(signed: SignedManifest) -> SigningKey:
+            return verify(signed, catalog.signing_keys, role, asked.tenant, self._clock.wall_ms())
+
+        inside = signature.relative_to(folder).as_posix() if signature.is_relative_to(folder) else None
+        return await self._artifacts.keep(folder, bundle, trusted, inside)
+
+
+def with_id(name: str, revision: Revision) -> Revision:
+    """The revision under its id: its name and a digest of everything about it that never changes."""
+    immutable = {each: value for each, value in msgspec.to_builtins(revision).items() if each not in _MUTABLE}
+    identity = msgspec.json.encode(immutable, order="deterministic")
+    return replace(revision, id=f"{name}@{hashlib.sha256(identity).hexdigest()[:_ID_DIGITS]}")
+
+
+def _draft(catalog: Catalog, actor: str, asked: NewRevision) -> Revision:
+    """The revision without what its artifact says. Raises InvalidRequest, NotFound or NotAllowedNow."""
+    check_name("name", asked.name)
+    if asked.tenant is not None:
+        require_tenant(catalog, asked.tenant)
+    price = Price(1, asked.input_microusd, asked.cached_input_microusd, asked.output_microusd)
+    check_prices({name: getattr(asked, name) for name in ("input_microusd", "cached_input_microusd", "output_microusd")})
+    if asked.adapter_of is not None:
+        changed = _changed_model(catalog, asked)
+        return replace(
+            changed,
+            state=RevisionState.REGISTERED,
+            price=price,
+            tenant=asked.tenant,
+            adapter_of=changed.id,
+            registered_by=actor,
+            approved_by=None,
+        )
+    check_number("context_tokens", asked.context_tokens, CONTEXT_TOKENS_MIN, CONTEXT_TOKENS_MAX)
+    most = asked.context_tokens if asked.max_output_tokens is None else asked.max_output_tokens
+    check_number("max_output_tokens", most, 1, asked.context_tokens)
+    typical = max(1, most // 4) if asked.typical_output_tokens is None else asked.typical_output_tokens
+    check_number("typical_output_tokens", typical, 1, most)
+    return Revision(
+        id="",
+        engine=asked.engine,
+        artifact=_unverified(asked),
+        context_tokens=asked.context_tokens,
+        max_output_tokens=most,
+        typical_output_tokens=typical,
+        price=price,
+        chat=asked.chat,
+        external=asked.external,
+        state=RevisionState.REGISTERED,
+        arguments=checked_arguments(asked.engine, asked.arguments),
+        tenant=asked.tenant,
+        registered_by=actor,
+    )
+
+
+def _unverified(asked: NewRevision) -> str:
+    """What an engine is told to load that loads nothing of ours. Raises InvalidRequest for fields that do not fit it."""
+    is_served = asked.engine is EngineKind.OPENAI
+    fits = {
+        "served": bool(asked.served) is is_served,
+        "folder": bool(asked.folder) is (asked.engine is EngineKind.LLAMACPP),
+        "signature": bool(asked.signature) is (asked.engine is EngineKind.LLAMACPP),
+        "external": is_served or not asked.external,
+        "artifact": not (is_served and asked.artifact),
+    }
+    for name, is_right in fits.items():
+        if not is_right:
+            members = {"field": name, "accepted": _FITTING[name]}
+            raise errors.InvalidRequest(f"{name} does not fit the engine {asked.engine.value}.", members=members)
+    if asked.engine is EngineKind.SIMULATED and asked.artifact is None:
+        raise errors.InvalidRequest("artifact is missing.", members={"field": "artifact", "accepted": "a calibration row"})
+    return asked.served or asked.artifact or ""
+
+
+def _changed_model(catalog: Catalog, asked: NewRevision) -> Revision:
+    """The revision whose model an adapter changes."""
+    assert asked.adapter_of is not None
+    changed = require_revision(catalog, asked.adapter_of)
+    if asked.tenant is None:
+        raise errors.InvalidRequest(
+            "An adapter belongs to a tenant.", members={"field": "tenant", "accepted": "a tenant's name"}
+        )
+    fits = changed.serves and changed.adapter_of is None and changed.tenant in (None, asked.tenant)
+    if not fits or changed.engine is not EngineKind.LLAMACPP or changed.artifact_digest is None:
+        detail = f"Revision {changed.id!r} takes no adapter: that needs a verified model of llama.cpp that serves this tenant."
+        raise errors.NotAllowedNow(detail, members={"state": changed.state.value})
+    if asked.engine is not changed.engine or asked.arguments:
+        members = {"field": "arguments" if asked.arguments else "engine", "accepted": f"those of {changed.id}"}
+        raise errors.InvalidRequest("An adapter has the engine and the arguments of what it changes.", members=members)
+    return changed
+
+
+def _loaded_file(asked: NewRevision, manifest: Manifest) -> str:
+    """The file of the artifact that the engine loads. Raises InvalidRequest unless there is one such."""
+    weights = sorted(file.path for file in manifest.files if file.path.endswith(_WEIGHTS))
+    if asked.artifact is None and len(weights) == 1:
+        return weights[0]
+    if asked.artifact not in weights:
+        members = {"field": "artifact", "accepted": weights}
+        raise errors.InvalidRequest("artifact must be a file of weights in the folder.", members=members)
+    return asked.artifact
+
+
+def _absolute(name: str, text: str | None) -> Path:
+    if text is None or not text.startswith("/") or "\0" in text or len(text) > _PATH_CHARACTERS_MAX:
+        accepted = "an absolute path on the machine of control"
+        raise errors.InvalidRequest(f"{name} must be {accepted}.", members={"field": name, "accepted": accepted})
+    return Path(text)
+
+
+def _read_bundle(path: Path) -> bytes:
+    """The signature's file. Raises InvalidRequest."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(BUNDLE_BYTES_MAX + 1)
+    except OSError as fault:
+        reason = os.strerror(fault.errno) if fault.errno else "unknown fault"
+        members = {"field": "signature", "accepted": "a file that control can read"}
+        raise errors.InvalidRequest(f"The signature cannot be read: {reason}.", members=members) from fault
+    if len(content) > BUNDLE_BYTES_MAX:
+        members = {"field": "signature", "accepted": f"at most {BUNDLE_BYTES_MAX} bytes"}
+        raise errors.InvalidRequest("The signature is too large.", members=members)
+    return content

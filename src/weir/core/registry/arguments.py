@@ -1,0 +1,98 @@
+"""How an engine is told to run a revision: the runtime arguments that a registration may give, each with what it accepts.
+
+Pure. An explicit list for each engine: an argument that nobody looked at could name a file, a socket or code. What decides
+isolation, or how many requests run at once, is the platform's and never an argument.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from weir import errors
+from weir.core.registry.model import Argument, EngineKind
+
+Arguments: TypeAlias = tuple[tuple[str, Argument], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """An integer low … high."""
+
+    low: int
+    high: int
+
+    def takes(self, value: Argument) -> bool:
+        return type(value) is int and self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        return f"an integer {self.low} … {self.high}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """A number low … high."""
+
+    low: float
+    high: float
+
+    def takes(self, value: Argument) -> bool:
+        return type(value) in (int, float) and self.low <= float(value) <= self.high
+
+    def __str__(self) -> str:
+        return f"a number {self.low} … {self.high}"
+
+
+@dataclass(frozen=True, slots=True)
+class _OneOf:
+    """One of these texts."""
+
+    texts: tuple[str, ...]
+
+    def takes(self, value: Argument) -> bool:
+        return isinstance(value, str) and value in self.texts
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.texts)}"
+
+
+class _Switch:
+    """True or false."""
+
+    def takes(self, value: Argument) -> bool:
+        return type(value) is bool
+
+    def __str__(self) -> str:
+        return "true or false"
+
+
+_Accepted: TypeAlias = _Whole | _Number | _OneOf | _Switch
+
+_LLAMACPP: Mapping[str, _Accepted] = {
+    "batch_tokens": _Whole(32, 4_096),
+    "cache_type_k": _OneOf(("f16", "q8_0", "q4_0")),
+    "cache_type_v": _OneOf(("f16", "q8_0", "q4_0")),
+    "flash_attention": _Switch(),
+    "threads": _Whole(1, 1_024),
+}
+_SIMULATED: Mapping[str, _Accepted] = {
+    "slowdown": _Number(0.01, 1_000),
+}
+ACCEPTED: Mapping[EngineKind, Mapping[str, _Accepted]] = {
+    EngineKind.LLAMACPP: _LLAMACPP,
+    EngineKind.SIMULATED: _SIMULATED,
+    EngineKind.OPENAI: {},
+}
+
+
+def checked_arguments(engine: EngineKind, given: Mapping[str, Argument]) -> Arguments:
+    """The arguments in the order of their names. Raises InvalidRequest for one that is not known, or for its value."""
+    accepted = ACCEPTED[engine]
+    for name, value in given.items():
+        rule = accepted.get(name)
+        if rule is None:
+            members = {"field": f"arguments.{name}"[:80], "accepted": sorted(accepted)}
+            raise errors.InvalidRequest(f"The engine {engine.value} takes no such argument.", members=members)
+        if not rule.takes(value):
+            members = {"field": f"arguments.{name}", "accepted": str(rule)}
+            raise errors.InvalidRequest(f"arguments.{name} must be {rule}.", members=members)
+    return tuple(sorted(given.items()))

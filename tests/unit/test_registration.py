@@ -1,0 +1,190 @@
+"""A registration: what it verifies, what it keeps, what it calls the revision, and what it refuses by field."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.contract.artifact_folders import DIGEST, FILES, MODEL, signed, write
+from tests.signing_keys import private_key
+from tests.unit.registry_desk import STABLE, RegistryDesk
+
+from weir import errors
+from weir.control.registration import NewRevision, Registration
+from weir.core.registry.arguments import checked_arguments
+from weir.core.registry.key_ring import KeyRole
+from weir.core.registry.model import EngineKind, RevisionState
+from weir.core.registry.signatures import public_key_of
+from weir.storage.artifact_store import ArtifactStore
+from weir.storage.artifacts_off_loop import ArtifactsOffLoop
+
+PRICES: dict[str, Any] = {"input_microusd": 1, "cached_input_microusd": 2, "output_microusd": 3}
+CASES = '{"id": "one", "input": "Say hello.", "max_output_tokens": 8, "expect": {"contains": "hello"}}\n'
+
+
+class Counter:
+    """A registration desk with a signed folder on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.desk = RegistryDesk()
+        self.store = ArtifactStore(folder / "store")
+        self.registration = Registration(self.desk.commands, ArtifactsOffLoop(self.store), self.desk.clock)
+        self.folder, self.signature = write(folder / "model"), folder / "model.sig"
+        self.signature.write_bytes(signed())
+
+    async def open(self) -> None:
+        await self.desk.open()
+        for number, roles, tenant in ((1, [KeyRole.MODEL], None), (2, [KeyRole.ADAPTER], "acme")):
+            await self.desk.key_ring.add("ada", f"key-{number}", public_key_of(private_key(number)), roles, tenant)
+
+    def asked(self, **changes: Any) -> NewRevision:
+        asked = NewRevision(
+            "small", EngineKind.LLAMACPP, 2_048, **PRICES, folder=str(self.folder), signature=str(self.signature)
+        )
+        return replace(asked, **changes)
+
+
+@pytest.fixture
+async def counter(tmp_path: Path) -> Counter:
+    counter = Counter(tmp_path)
+    await counter.open()
+    return counter
+
+
+async def test_what_is_registered_is_verified_kept_and_serves_nothing(counter: Counter) -> None:
+    """Protects approval: a registered revision names its artifact, its evaluation set and who brought it, and waits."""
+    revision, _ = await counter.registration.register("ada", counter.asked(evaluation=CASES, arguments={"batch_tokens": 128}))
+    assert (revision.artifact, revision.artifact_digest, revision.state) == (MODEL, DIGEST, RevisionState.REGISTERED)
+    assert (revision.registered_by, revision.approved_by, revision.arguments) == ("ada", None, (("batch_tokens", 128),))
+    assert (revision.max_output_tokens, revision.typical_output_tokens) == (2_048, 512)
+    assert revision.evaluation is not None and counter.store.read_file(revision.evaluation) == CASES.encode()
+    assert await counter.desk.audited() == [
+        ("ada", "key_ring.add", "key-1"),
+        ("ada", "key_ring.add", "key-2"),
+        ("ada", "revision.register", revision.id),
+    ]
+
+
+async def test_an_id_stands_for_everything_that_never_changes(counter: Counter) -> None:
+    """Protects immutability: another window, argument, set or name is another revision; price and people are not."""
+    first, _ = await counter.registration.register("ada", counter.asked())
+    with pytest.raises(errors.AlreadyExists, match=first.id):
+        await counter.registration.register("bob", counter.asked(output_microusd=9))
+    others: list[dict[str, Any]] = [
+        {"context_tokens": 1_024},
+        {"arguments": {"threads": 2}},
+        {"evaluation": CASES},
+        {"chat": False},
+        {"name": "other"},
+    ]
+    others += [{"max_output_tokens": 9}, {"typical_output_tokens": 9}]
+    ids = [(await counter.registration.register("ada", counter.asked(**other)))[0].id for other in others]
+    assert len({first.id, *ids}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"name": "Not a name"}, "name"),
+        ({"context_tokens": 0}, "context_tokens"),
+        ({"max_output_tokens": 4_096}, "max_output_tokens"),
+        ({"typical_output_tokens": 0}, "typical_output_tokens"),
+        ({"input_microusd": -1}, "input_microusd"),
+        ({"folder": None}, "folder"),
+        ({"folder": "relative"}, "folder"),
+        ({"signature": None}, "signature"),
+        ({"signature": "/nowhere/at/all"}, "signature"),
+        ({"signature": "/dev"}, "signature"),
+        ({"artifact": "other.gguf"}, "artifact"),
+        ({"artifact": "config.json"}, "artifact"),
+        ({"served": "model"}, "served"),
+        ({"external": True}, "external"),
+        ({"arguments": {"port": 1}}, "arguments.port"),
+        ({"arguments": {"batch_tokens": True}}, "arguments.batch_tokens"),
+        ({"arguments": {"cache_type_k": "file"}}, "arguments.cache_type_k"),
+        ({"evaluation": "[]"}, None),
+        ({"engine": EngineKind.OPENAI}, "served"),
+        ({"engine": EngineKind.SIMULATED, "folder": None, "signature": None}, "artifact"),
+    ],
+)
+async def test_a_wrong_field_is_named(counter: Counter, changes: dict[str, Any], field: str | None) -> None:
+    """Protects whoever registers: nothing is recorded, and the field is named with what it accepts."""
+    with pytest.raises(errors.InvalidRequest) as refused:
+        await counter.registration.register("ada", counter.asked(**changes))
+    assert field is None or (refused.value.members["field"] == field and refused.value.members["accepted"] is not None)
+    assert [revision.id for revision in (await counter.desk.commands.catalog()).revisions] == [STABLE.id]
+
+
+async def test_what_nobody_vouches_for_is_refused(counter: Counter, tmp_path: Path) -> None:
+    """Protects the key ring: another key, a revoked one, one for adapters, an edited file; and nothing is kept."""
+    unknown, adapters, edited = (tmp_path / name for name in ("unknown.sig", "adapters.sig", "edited"))
+    unknown.write_bytes(signed(number=3))
+    adapters.write_bytes(signed(number=2))
+    write(edited, {**FILES, MODEL: b"GGUF" + b"other"})
+    for changes, kind, reason in (
+        ({"signature": str(unknown)}, errors.SignatureRefused, "unknown_key"),
+        ({"signature": str(adapters)}, errors.SignatureRefused, "wrong_role"),
+        ({"folder": str(edited)}, errors.ArtifactRefused, "changed_file"),
+    ):
+        with pytest.raises(kind) as refused:
+            await counter.registration.register("ada", counter.asked(**changes))
+        assert refused.value.members["reason"] == reason
+    await counter.desk.key_ring.revoke("ada", "key-1")
+    with pytest.raises(errors.SignatureRefused) as refused:
+        await counter.registration.register("ada", counter.asked())
+    assert refused.value.members["reason"] == "revoked_key"
+
+
+async def test_a_signature_may_lie_in_the_folder(counter: Counter) -> None:
+    """Protects signers who put it there: it is not part of what it is about."""
+    inside = counter.folder / "model.sig"
+    inside.write_bytes(counter.signature.read_bytes())
+    revision, _ = await counter.registration.register("ada", counter.asked(signature=str(inside)))
+    assert revision.artifact_digest == DIGEST
+
+
+async def test_an_engine_behind_a_url_is_unverified(counter: Counter) -> None:
+    """Protects honesty: nothing of it is ours to check, and the record says so."""
+    asked = counter.asked(engine=EngineKind.OPENAI, folder=None, signature=None, served="org/model", external=True)
+    revision, _ = await counter.registration.register("ada", asked)
+    assert (revision.artifact, revision.artifact_digest, revision.external) == ("org/model", None, True)
+
+
+async def test_an_adapter_belongs_to_a_tenant_and_changes_a_model(counter: Counter, tmp_path: Path) -> None:
+    """Protects adapters: signed by a key for that tenant's, with the engine and the window of a verified model that serves."""
+    changed, _ = await counter.registration.register("ada", counter.asked())
+    signature = tmp_path / "adapter.sig"
+    signature.write_bytes(signed(number=2))
+    asked = counter.asked(name="tone", signature=str(signature), tenant="acme", adapter_of=changed.id)
+    with pytest.raises(errors.NotAllowedNow):
+        await counter.registration.register("ada", asked)
+    await counter.desk.models.approve("bob", changed.id)
+    adapter, _ = await counter.registration.register("ada", asked)
+    assert (adapter.adapter_of, adapter.tenant, adapter.state) == (changed.id, "acme", RevisionState.REGISTERED)
+    assert (adapter.context_tokens, adapter.engine, adapter.approved_by) == (2_048, EngineKind.LLAMACPP, None)
+    await counter.desk.models.approve("bob", adapter.id)
+    wrong: list[tuple[dict[str, Any], type[errors.WeirError]]] = [
+        ({"tenant": None}, errors.InvalidRequest),
+        ({"tenant": "globex"}, errors.SignatureRefused),
+        ({"tenant": "nobody"}, errors.NotFound),
+        ({"adapter_of": "none@1"}, errors.NotFound),
+        ({"adapter_of": adapter.id}, errors.NotAllowedNow),
+        ({"adapter_of": STABLE.id}, errors.NotAllowedNow),
+        ({"arguments": {"threads": 2}}, errors.InvalidRequest),
+        ({"engine": EngineKind.SIMULATED}, errors.InvalidRequest),
+    ]
+    for changes, kind in wrong:
+        with pytest.raises(kind):
+            await counter.registration.register("ada", replace(asked, **changes))
+
+
+def test_arguments_have_one_order() -> None:
+    """Protects ids: the same arguments in another order are the same revision."""
+    given = {"threads": 2, "batch_tokens": 64}
+    assert checked_arguments(EngineKind.LLAMACPP, given) == (("batch_tokens", 64), ("threads", 2))
+    with pytest.raises(errors.InvalidRequest, match="integer 32"):
+        checked_arguments(EngineKind.LLAMACPP, {"batch_tokens": 5})
+    with pytest.raises(errors.InvalidRequest, match="true or false"):
+        checked_arguments(EngineKind.LLAMACPP, {"flash_attention": 1})
+    with pytest.raises(errors.InvalidRequest, match="a number"):
+        checked_arguments(EngineKind.SIMULATED, {"slowdown": 0})
