@@ -131,14 +131,14 @@ WITHOUT = {path: content for path, content in SIGNED.items() if path != "config.
         (WITHOUT, ArtifactFlaw.MISSING_FILE, "config.json", "config.json is missing."),
         (SIGNED | {".git/config": ""}, ArtifactFlaw.ADDED_FILE, ".git/config", ".git/config was not signed."),
         (RENAMED, ArtifactFlaw.RENAMED_FILE, "config.json", "config.json was renamed to config2.json."),
-        (WITHOUT | {"a": "b"}, ArtifactFlaw.MISSING_FILE, "config.json", "config.json is missing, and 1 more differ."),
+        (WITHOUT | {"a": "b"}, ArtifactFlaw.MISSING_FILE, "config.json", "config.json is missing, and 1 more."),
         (
             RENAMED | {"model.gguf": "", "x": "{}"},
             ArtifactFlaw.CHANGED_FILE,
             "model.gguf",
-            "model.gguf is not what was signed, and 2 more differ.",
+            "model.gguf is not what was signed, and 2 more.",
         ),
-        ({}, ArtifactFlaw.MISSING_FILE, "config.json", "config.json is missing, and 2 more differ."),
+        ({}, ArtifactFlaw.MISSING_FILE, "config.json", "config.json is missing, and 2 more."),
     ],
 )
 def test_each_difference_has_its_reason(found: dict[str, str], flaw: ArtifactFlaw, file: str, words: str) -> None:

@@ -7,10 +7,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from weir.app.approved_files import CatalogTrustedFiles
 from weir.app.engine_choice import declare_models
 from weir.app.engine_clients import EngineClients
 from weir.app.process_parts import ProcessParts
-from weir.config import WeirConfig, environment_of_engine
+from weir.config import environment_of_engine
 from weir.control.bootstrap import BootstrapSecrets, bootstrap, draft_keys, shown_secrets
 from weir.control.cell_view import CellView
 from weir.control.commands import Commands
@@ -21,6 +22,8 @@ from weir.core.registry.model import EngineKind
 from weir.core.registry.snapshot import Snapshot
 from weir.engines.launcher import LocalLauncher
 from weir.ports import Acknowledgement
+from weir.storage.artifact_store import ArtifactStore
+from weir.storage.artifacts_off_loop import ArtifactsOffLoop
 
 ACKNOWLEDGE_MS = 2_000
 """How long a change waits for all gateways before it is answered with those that are behind."""
@@ -49,7 +52,14 @@ class ControlSide:
         config = parts.config
         self.engines = EngineClients(config.engine)
         self.commands = Commands(parts.stores.catalog, self._publish, parts.clock, parts.entropy)
-        self.supervisor = Supervisor(fleet, _launcher(config), self.engines.of, config.engine, parts.clock, life=life)
+        self.artifacts = ArtifactsOffLoop(ArtifactStore(parts.stores.directory.path / "artifacts"))
+        launcher = LocalLauncher(
+            threads=config.pool.threads,
+            start_ms=config.engine.start_ms,
+            environment=environment_of_engine(),
+            files=CatalogTrustedFiles(self.artifacts, parts.stores.catalog, parts.clock),
+        )
+        self.supervisor = Supervisor(fleet, launcher, self.engines.of, config.engine, parts.clock, life=life)
         self.supervisor.announce = parts.announce
 
     async def declared(self) -> DeclaredModels:
@@ -98,10 +108,6 @@ class ControlSide:
     async def aclose(self) -> None:
         """No engine is spoken to any more."""
         await self.engines.aclose()
-
-
-def _launcher(config: WeirConfig) -> LocalLauncher:
-    return LocalLauncher(threads=config.pool.threads, start_ms=config.engine.start_ms, environment=environment_of_engine())
 
 
 def aliases_of(snapshot: Snapshot) -> list[dict[str, str]]:

@@ -2,7 +2,8 @@
 
 It decides how a replica's process is started, when it listens and how it stops; it never talks to the engine in it. A child
 gets its spec as the first line of its standard input and ends when that pipe closes, so it does not outlive us however we end.
-It has a session of its own, so that an interrupt from the terminal reaches it only through us, and none of our secrets.
+It has a session of its own, so that an interrupt from the terminal reaches it only through us, and none of our secrets. A
+registered artifact is read by descriptors that were verified before, and must not have been touched once the child listens.
 """
 
 import asyncio
@@ -12,8 +13,9 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -29,6 +31,44 @@ START_MS = 120_000
 ERROR_TAIL_BYTES: Bytes = 4_096
 _KILLED_WAIT_MS = 5_000
 _API_KEY_BYTES = 32
+
+
+class ModelFiles(Protocol):
+    """Files that a child loads, open for as long as the context that they came from."""
+
+    @property
+    def model(self) -> str:
+        """The model's path, as a child with the descriptors sees it."""
+        ...
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What the child must inherit."""
+        ...
+
+    def check_unchanged(self) -> None:
+        """Raises ArtifactRefused unless what the child loaded is what was verified."""
+        ...
+
+
+class ApprovedFiles(Protocol):
+    """The files of registered artifacts."""
+
+    def opened(self, revision: Revision) -> AbstractAsyncContextManager[ModelFiles]:
+        """What a revision with an artifact loads, verified. Raises SignatureRefused, ArtifactRefused, ArtifactsUnavailable."""
+        ...
+
+
+class _PlainFiles:
+    """A model that was never registered: nothing is known of its file but the path."""
+
+    descriptors = ()
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+
+    def check_unchanged(self) -> None:
+        """There is nothing to compare with."""
 
 
 class _Listening(msgspec.Struct):
@@ -108,12 +148,19 @@ class LocalProcess:
 class LocalLauncher:
     """Starts llama.cpp and simulated replicas as children of this process.
 
-    threads: of each llama.cpp process, None for every core. environment: variables that children need beside PATH.
+    threads: of each llama.cpp process, None for every core. environment: variables that children need beside PATH. files: of
+    registered artifacts; None where only models are run that never were.
     """
 
     def __init__(
-        self, *, threads: int | None = None, start_ms: Millis = START_MS, environment: Mapping[str, str] | None = None
+        self,
+        *,
+        threads: int | None = None,
+        start_ms: Millis = START_MS,
+        environment: Mapping[str, str] | None = None,
+        files: ApprovedFiles | None = None,
     ) -> None:
+        self._files = files
         self._threads = threads or os.cpu_count() or 1
         self._start_ms = start_ms
         self._environment = {
@@ -125,13 +172,31 @@ class LocalLauncher:
         }
 
     async def launch(self, revision: Revision, pool: Pool) -> ReplicaProcess:
-        """Start one replica and wait until it listens. Raises EngineError with the reason when it does not."""
+        """Start one replica and wait until it listens. Raises EngineError with the reason when it does not.
+
+        A registered artifact is verified before, however long that takes, and compared when the replica listens.
+        """
+        try:
+            async with self._opened(revision) as files:
+                return await self._launch(revision, pool, files)
+        except (errors.CallerFault, errors.StoreFault) as refused:
+            raise errors.EngineError(f"The artifact of {revision.id} cannot be loaded: {refused.detail}") from refused
+
+    def _opened(self, revision: Revision) -> AbstractAsyncContextManager[ModelFiles]:
+        if revision.artifact_digest is None:
+            return nullcontext(_PlainFiles(revision.artifact))
+        if self._files is None or revision.engine is not EngineKind.LLAMACPP:
+            raise errors.EngineError(f"Nothing here loads the artifact of {revision.id}, which is for {revision.engine.value}.")
+        return self._files.opened(revision)
+
+    async def _launch(self, revision: Revision, pool: Pool, files: ModelFiles) -> ReplicaProcess:
         api_key = secrets.token_hex(_API_KEY_BYTES)
-        module, spec = self._program(revision, pool, api_key)
-        process = LocalProcess(await self._spawn(module), api_key)
+        module, spec = self._program(revision, pool, api_key, files)
+        process = LocalProcess(await self._spawn(module, files), api_key)
         try:
             async with asyncio.timeout(self._start_ms / 1_000):
                 await process.wait_listening(msgspec.json.encode(spec))
+            files.check_unchanged()
         except TimeoutError:
             await process.stop(0)
             raise errors.EngineError(f"The engine process did not listen within {self._start_ms} ms.") from None
@@ -140,12 +205,13 @@ class LocalLauncher:
             raise
         return process
 
-    def _program(self, revision: Revision, pool: Pool, api_key: str) -> tuple[str, ChildSpec | ServerSpec]:
+    def _program(self, revision: Revision, pool: Pool, api_key: str, files: ModelFiles) -> tuple[str, ChildSpec | ServerSpec]:
         """The module that serves a revision, and what it is told. Raises EngineError for an engine without a process."""
         match revision.engine:
             case EngineKind.LLAMACPP:
                 return "weir.engines.llamacpp_child", ChildSpec(
-                    model=revision.artifact,
+                    model=files.model,
+                    read_whole=revision.artifact_digest is not None,
                     alias=revision.id,
                     slots=pool.concurrency,
                     context_tokens=revision.context_tokens,
@@ -163,7 +229,7 @@ class LocalLauncher:
             case EngineKind.OPENAI:
                 raise errors.EngineError("An engine behind a URL is not started by the platform.")
 
-    async def _spawn(self, module: str) -> Process:
+    async def _spawn(self, module: str, files: ModelFiles) -> Process:
         try:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -173,6 +239,7 @@ class LocalLauncher:
                 stdout=PIPE,
                 stderr=PIPE,
                 close_fds=True,
+                pass_fds=files.descriptors,
                 start_new_session=True,
                 env=self._environment,
             )

@@ -21,7 +21,11 @@ _ERRORS_ONLY = 1
 
 
 class ChildSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to serve. model: path of a GGUF file; context_tokens: per slot; slot_directory: where slots may be saved, or ""."""
+    """What to serve. model: path of a GGUF file; context_tokens: per slot; slot_directory: where slots may be saved, or "".
+
+    read_whole: the file is read before the process listens and never again, so that nobody can change the model afterwards;
+    else it is mapped, and shared by the processes that map it.
+    """
 
     model: str
     alias: str
@@ -30,6 +34,7 @@ class ChildSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: int
     api_key: str
     slot_directory: str = ""
+    read_whole: bool = False
 
 
 def serve(spec: ChildSpec) -> Any:
@@ -38,6 +43,8 @@ def serve(spec: ChildSpec) -> Any:
 
     params = xllamacpp.CommonParams()
     params.model.path = spec.model
+    if spec.read_whole:
+        params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_NONE
     params.model_alias = {spec.alias}
     params.n_parallel = spec.slots
     params.n_ctx = spec.context_tokens * spec.slots

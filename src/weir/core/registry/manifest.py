@@ -134,8 +134,8 @@ def check_files(manifest: Manifest, found: Iterable[FileDigest]) -> None:
     differences = sorted(_differences(wanted, there), key=lambda difference: _GRAVEST_FIRST.index(difference[0]))
     if differences:
         flaw, path, detail = differences[0]
-        more = f", and {len(differences) - 1} more differ" if len(differences) > 1 else ""
-        raise artifact_refused(flaw, f"{detail}{more}.", path)
+        more = len(differences) - 1
+        raise artifact_refused(flaw, f"{detail}{f', and {more} more' if more else ''}.", path)
 
 
 _GRAVEST_FIRST = (ArtifactFlaw.CHANGED_FILE, ArtifactFlaw.RENAMED_FILE, ArtifactFlaw.MISSING_FILE, ArtifactFlaw.ADDED_FILE)

@@ -1,0 +1,270 @@
+"""A replica of a registered artifact starts from what the key ring trusts at that moment, or says exactly why it does not."""
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import uvloop
+from tests.contract.artifact_folders import (
+    CHANGES,
+    DIGEST,
+    FILES,
+    HEX,
+    MODEL,
+    NOW_MS,
+    Trust,
+    descriptors,
+    key_of,
+    manifest_for,
+    signed,
+    write,
+)
+
+from weir.app.approved_files import CatalogTrustedFiles, LoadedModel
+from weir.core.metering import Price
+from weir.core.registry.key_ring import KeyRole, SigningKey
+from weir.core.registry.model import EngineKind, Pool, Revision
+from weir.engines.http_client import HttpClient
+from weir.engines.http_exchange import HttpRequest
+from weir.engines.launcher import LocalLauncher
+from weir.engines.packaged_models import smollm2_path
+from weir.errors import ArtifactRefused, EngineError
+from weir.ports import AuditEntry, CatalogChange
+from weir.storage.artifact_store import ArtifactStore
+from weir.storage.artifacts_off_loop import ArtifactsOffLoop
+from weir.storage.memory import MemoryCatalog
+
+WAIT_S = 60
+POOL = Pool("p", "v", 1, 2)
+REVISION = Revision("v", EngineKind.LLAMACPP, MODEL, 512, 128, 64, Price(1, 1, 1, 1), artifact_digest=DIGEST)
+
+
+class StandingClock:
+    """Always the same moment."""
+
+    def monotonic_ns(self) -> int:
+        return 0
+
+    def wall_ms(self) -> int:
+        return NOW_MS
+
+
+class Stand:
+    """A store with a registered artifact, a catalog with a key ring, and a launcher on both."""
+
+    def __init__(self, path: Path) -> None:
+        self.directory = path / "artifacts"
+        self.folder = path / "folder"
+        self.store = ArtifactStore(self.directory)
+        self.artifacts = ArtifactsOffLoop(self.store)
+        self.catalog = MemoryCatalog()
+        self.files = CatalogTrustedFiles(self.artifacts, self.catalog, StandingClock())
+        self.launcher = LocalLauncher(threads=2, files=self.files)
+
+    async def trust(self, *keys: SigningKey) -> None:
+        change = CatalogChange(AuditEntry(0, "a", "b", "c", "{}"), signing_keys=keys)
+        await self.catalog.apply(await self.catalog.version(), change)
+
+    async def keep(self, files: dict[str, bytes] = FILES, number: int = 1) -> str:
+        write(self.folder, files)
+        trust = Trust([key_of(number)])
+        kept = await self.artifacts.keep(self.folder, signed(files, number), trust.of())
+        for path in self.directory.rglob("*"):
+            path.chmod(0o755)  # whoever tampers may write
+        return kept.manifest.digest
+
+
+@pytest.fixture
+def stand(tmp_path: Path) -> Stand:
+    return Stand(tmp_path)
+
+
+# ── what does not start ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("done", CHANGES)
+async def test_tampering_stops_the_start(stand: Stand, done: str) -> None:
+    """Protects what is served: each change of an approved artifact stops the next start, and the error says what it was."""
+    change, _, words = CHANGES[done]
+    await stand.keep()
+    await stand.trust(key_of(1))
+    change(stand.directory / HEX)
+    with pytest.raises(EngineError, match=f"artifact of v cannot be loaded: The file {words}"):
+        await stand.launcher.launch(REVISION, POOL)
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (key_of(1, revoked=True), "key-1 was revoked"),
+        (key_of(1, not_after_ms=NOW_MS - 1), "key-1 has expired"),
+        (key_of(1, not_before_ms=NOW_MS + 1), "key-1 is not valid yet"),
+        (key_of(1, roles=frozenset([KeyRole.ADAPTER])), "not model"),
+        (key_of(1, tenant="acme"), "only for artifacts of the tenant"),
+        (key_of(2), "not in the key ring"),
+    ],
+)
+async def test_a_key_that_is_good_no_more_stops_the_start(stand: Stand, key: SigningKey, words: str) -> None:
+    """Protects what is served: the catalog's key ring is asked at each start."""
+    await stand.keep()
+    await stand.trust(key)
+    with pytest.raises(EngineError, match=f"artifact of v cannot be loaded: .*{words}"):
+        await stand.launcher.launch(REVISION, POOL)
+
+
+async def test_roles_and_tenants_of_what_is_loaded(stand: Stand) -> None:
+    """Protects tenants: a tenant's adapter needs a key for adapters that is that tenant's own or everybody's."""
+    await stand.keep()
+    await stand.trust(key_of(1, roles=frozenset([KeyRole.ADAPTER]), tenant="acme"))
+    adapter = replace(REVISION, adapter_of="base", tenant="acme")
+    async with stand.files.opened(adapter) as files:
+        [descriptor] = files.descriptors
+        assert files.model == f"/proc/self/fd/{descriptor}"
+        assert os.pread(descriptor, 10_000, 0) == FILES[MODEL]
+        files.check_unchanged()
+    for other in (replace(adapter, tenant="globex"), replace(adapter, tenant=None), replace(adapter, adapter_of=None)):
+        with pytest.raises(EngineError, match=r"only for artifacts|not model"):
+            await stand.launcher.launch(other, POOL)
+
+
+async def test_an_artifact_that_nobody_can_load(stand: Stand) -> None:
+    """Protects what is served: a digest is never passed over, neither without a store nor by an engine that loads nothing."""
+    with pytest.raises(EngineError, match="Nothing here loads the artifact of v"):
+        await LocalLauncher().launch(REVISION, POOL)
+    simulated = replace(REVISION, engine=EngineKind.SIMULATED, artifact="demo")
+    with pytest.raises(EngineError, match="which is for simulated"):
+        await stand.launcher.launch(simulated, POOL)
+    with pytest.raises(EngineError, match="Nothing of the digest"):
+        await stand.launcher.launch(REVISION, POOL)
+
+
+# ── off the event loop ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_single_files_off_the_loop(stand: Stand) -> None:
+    """Protects evaluation sets on their way through threads."""
+    digest = await stand.artifacts.keep_file(b"case")
+    assert await stand.artifacts.read_file(digest) == b"case"
+
+
+@pytest.mark.parametrize("outcome", ["opened", "refused"])
+async def test_whoever_stops_waiting_leaves_nothing_open(stand: Stand, outcome: str) -> None:
+    """Protects descriptors: what is opened after its caller was cancelled is closed again."""
+    await stand.keep()
+    before, asked, answer = descriptors(), threading.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+    began = loop.create_future()
+
+    def judge(signed_manifest: object) -> SigningKey:
+        loop.call_soon_threadsafe(began.set_result, None)
+        answer.wait(WAIT_S)
+        if outcome == "refused":
+            raise ArtifactRefused("no")
+        return key_of(1)
+
+    async def open_it() -> None:
+        async with stand.artifacts.opened(DIGEST, [MODEL], judge):
+            asked.set()
+
+    opening = loop.create_task(open_it())
+    await began
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    answer.set()
+    await loop.shutdown_default_executor()
+    await asyncio.sleep(0)
+    assert descriptors() == before and not asked.is_set()
+
+
+# ── a real model ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Meddler:
+    """Files that somebody touches as they are handed over."""
+
+    def __init__(self, files: CatalogTrustedFiles, meddle: Callable[[], object]) -> None:
+        self._files = files
+        self._meddle = meddle
+
+    @asynccontextmanager
+    async def opened(self, revision: Revision) -> AsyncIterator[LoadedModel]:
+        """The same, once they were touched."""
+        async with self._files.opened(revision) as files:
+            self._meddle()
+            yield files
+
+
+def children() -> set[int]:
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+
+
+def open_files(pid: int) -> set[str]:
+    return {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+
+
+def maps_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
+
+
+def of_smollm2() -> tuple[dict[str, bytes], Revision]:
+    """The small model as an artifact, with a revision of it."""
+    files = {MODEL: smollm2_path().read_bytes(), "LICENSE": b"Apache-2.0"}
+    return files, replace(REVISION, artifact_digest=manifest_for(files).digest)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_registered_model_is_served(tmp_path: Path, loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """Protects what is loaded: the engine reads the verified descriptor, once and whole, and answers from it."""
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(asyncio.wait_for(serve_and_ask(Stand(tmp_path)), WAIT_S))
+
+
+async def serve_and_ask(stand: Stand) -> None:
+    files, revision = of_smollm2()
+    kept = stand.directory / (await stand.keep(files)).removeprefix("sha256:") / MODEL
+    await stand.trust(key_of(1))
+    known = children()
+    process = await stand.launcher.launch(revision, POOL)
+    [pid] = children() - known
+    assert str(kept) in open_files(pid) - open_files(os.getpid())
+    assert MODEL not in maps_of(pid)
+    os.truncate(kept, 100)  # what was loaded is in memory
+    client = HttpClient()
+    body = msgspec.json.encode({"prompt": "1, 2, 3, 4,", "max_tokens": 4, "temperature": 0})
+    request = HttpRequest("POST", process.url, "/v1/completions", body, process.api_key)
+    answer = await client.request(request, timeout_ms=WAIT_S * 1_000)
+    await client.aclose()
+    await process.stop(10_000)
+    assert answer.status == 200 and "5" in msgspec.json.decode(answer.body)["choices"][0]["text"]
+    with pytest.raises(EngineError, match=r"model\.gguf is not what was signed"):
+        await stand.launcher.launch(revision, POOL)
+
+
+@pytest.mark.model
+async def test_a_change_while_it_loads_stops_the_start(stand: Stand) -> None:
+    """Protects what is loaded: a model that was edited after it was verified is not served, and its process is gone."""
+    files, revision = of_smollm2()
+    hexadecimal = (await stand.keep(files)).removeprefix("sha256:")
+    await stand.trust(key_of(1))
+    path = stand.directory / hexadecimal / MODEL
+
+    def edit_in_place() -> None:
+        times = path.stat()
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\xff")
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    known = children()
+    launcher = LocalLauncher(threads=2, files=Meddler(stand.files, edit_in_place))
+    with pytest.raises(EngineError, match=r"artifact of v cannot be loaded: The file model\.gguf changed while it was read"):
+        await launcher.launch(revision, POOL)
+    assert children() <= known
