@@ -1,5 +1,6 @@
 """What `--engine` takes, and what a start says of an engine behind a URL that cannot be used."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from tests.contract.engine_servers import CONTEXT_TOKENS, ScriptedServer, Wire
 
 from weir import errors
-from weir.app.engine_choice import check_engine_names, check_further_pools, declare_models
+from weir.app.engine_choice import DeclarationParts, check_engine_names, check_further_pools, declare_models
 from weir.config import EngineConfig, FurtherPoolConfig, PoolConfig, WeirConfig
 from weir.control.declared_models import DeclaredModels
 from weir.core.registry.model import Pool
@@ -15,6 +16,15 @@ from weir.core.tenancy import ServiceClass
 from weir.engines.openai_compatible import OpenAICompatibleEngine
 
 NOWHERE = Path("/nowhere")
+
+
+def _parts(engine: OpenAICompatibleEngine, announce: Callable[[str], None] = lambda line: None) -> DeclarationParts:
+    """A start without packaged models."""
+
+    async def keep(path: Path) -> str:
+        raise AssertionError(path)
+
+    return DeclarationParts(NOWHERE, keep, engine, announce)
 
 
 @pytest.mark.parametrize("engines", [["simulated"], ["llamacpp"], ["http://one:8000"], ["https://one/v1", "http://two/v1/"]])
@@ -87,7 +97,7 @@ async def test_further_pools_serve_what_the_first_one_serves() -> None:
         pools={"jobs": jobs, "plain": FurtherPoolConfig()},
     )
     check_further_pools(["simulated"], config.pools)
-    models = await declare_models(["simulated"], config, NOWHERE, engine, lambda line: None)
+    models = await declare_models(["simulated"], config, _parts(engine))
     [revision], [alias] = models.revisions, models.aliases
     assert alias.revision == revision.id
     assert models.pools == (
@@ -106,7 +116,7 @@ async def test_a_further_pool_has_engines_of_its_own() -> None:
         config = WeirConfig(pools={"jobs": further})
         check_further_pools([server.url], config.pools)
         try:
-            models = await declare_models([server.url], config, NOWHERE, engine, lambda line: None)
+            models = await declare_models([server.url], config, _parts(engine))
         finally:
             await engine.aclose()
     assert [(pool.name, pool.urls, pool.concurrency) for pool in models.pools] == [
@@ -123,7 +133,7 @@ async def declared(server: ScriptedServer, *, start_ms: int = 60_000) -> tuple[D
     engine, said = OpenAICompatibleEngine(), list[str]()
     config = EngineConfig(start_ms=start_ms)
     try:
-        return await declare_models([server.url], WeirConfig(engine=config), NOWHERE, engine, said.append), said
+        return await declare_models([server.url], WeirConfig(engine=config), _parts(engine, said.append)), said
     finally:
         await engine.aclose()
 

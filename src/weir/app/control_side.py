@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from weir.app.approved_files import CatalogTrustedFiles
-from weir.app.engine_choice import declare_models
+from weir.app.engine_choice import DeclarationParts, declare_models
 from weir.app.engine_clients import EngineClients
+from weir.app.packaged_artifacts import PackagedArtifacts
 from weir.app.process_parts import ProcessParts
 from weir.config import environment_of_engine
 from weir.control.bootstrap import BootstrapSecrets, bootstrap, draft_keys, shown_secrets
@@ -24,6 +25,7 @@ from weir.engines.launcher import LocalLauncher
 from weir.ports import Acknowledgement
 from weir.storage.artifact_store import ArtifactStore
 from weir.storage.artifacts_off_loop import ArtifactsOffLoop
+from weir.storage.state_directory import DEVELOPMENT_KEY_SECRET
 
 ACKNOWLEDGE_MS = 2_000
 """How long a change waits for all gateways before it is answered with those that are behind."""
@@ -53,6 +55,9 @@ class ControlSide:
         self.engines = EngineClients(config.engine)
         self.commands = Commands(parts.stores.catalog, self._publish, parts.clock, parts.entropy)
         self.artifacts = ArtifactsOffLoop(ArtifactStore(parts.stores.directory.path / "artifacts"))
+        directory = parts.stores.directory
+        secret = directory.secret(DEVELOPMENT_KEY_SECRET, parts.entropy)
+        self._packaged = PackagedArtifacts(self.artifacts, secret, directory.path / "models")
         launcher = LocalLauncher(
             threads=config.pool.threads,
             start_ms=config.engine.start_ms,
@@ -64,8 +69,10 @@ class ControlSide:
 
     async def declared(self) -> DeclaredModels:
         """What the engines of this start serve. Raises EngineError."""
-        folder, engine = self._parts.stores.directory.path / "models", self.engines.of(EngineKind.OPENAI)
-        return await declare_models(self._asked, self._parts.config, folder, engine, self._parts.announce)
+        models = self._parts.stores.directory.path / "models"
+        engine = self.engines.of(EngineKind.OPENAI)
+        parts = DeclarationParts(models, self._packaged.keep, engine, self._parts.announce)
+        return await declare_models(self._asked, self._parts.config, parts)
 
     async def bootstrap(self, models: DeclaredModels) -> BootstrapSecrets:
         """Demo catalog on an empty database; the models of this start in any case, whose pools are kept from now on."""

@@ -1,15 +1,15 @@
 """What `--engine` means: which revisions, aliases and pools a start declares.
 
-`llamacpp`: the packaged models, SmolLM2 behind alias `assistant` and, on demand, Gemma behind `completion`. `simulated`: one
-simulated model. A URL: the first model that an OpenAI-compatible server lists, once it answers with our key. A revision's id
-carries a digest of everything that makes it what it is, so another artifact or window is another revision. Further pools serve
-what `assistant` means.
+`llamacpp`: the packaged models, as artifacts that this cell signs itself: SmolLM2 behind alias `assistant` and, on demand, Gemma
+behind `completion`. `simulated`: one simulated model. A URL: the first model that an OpenAI-compatible server lists, once it
+answers with our key. A revision's id carries a digest of everything that makes it what it is, so another artifact or window is
+another revision. Further pools serve what `assistant` means.
 """
 
 import asyncio
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +41,10 @@ _ON_DEMAND_IDLE_MS = 600_000
 
 @dataclass(frozen=True, slots=True)
 class _Artifact:
-    """A model before it has a revision id. defaults: used where the pool's configuration is silent."""
+    """A model before it has a revision id. Its window and concurrency are used where the pool's configuration is silent.
+
+    digest: of what makes it what it is; artifact_digest: of the signed artifact, if it is one.
+    """
 
     name: str
     engine: EngineKind
@@ -50,6 +53,7 @@ class _Artifact:
     context_tokens: Tokens
     concurrency: int
     chat: bool = True
+    artifact_digest: str | None = None
 
 
 def check_engine_names(engines: list[str], config: EngineConfig) -> None:
@@ -101,29 +105,38 @@ def _refused(key: str, problem: str, accepted: str) -> errors.InvalidRequest:
     )
 
 
-async def declare_models(
-    engines: list[str],
-    config: WeirConfig,
-    models_directory: Path,
-    client_of_url: Engine,
-    announce: Callable[[str], None],
-) -> DeclaredModels:
-    """The models behind `--engine`. Raises EngineError when an engine at a URL refuses our key or is not ready in time."""
+@dataclass(frozen=True, slots=True)
+class DeclarationParts:
+    """What a declaration needs. models_directory: where the packaged models are assembled; keep: makes an artifact of such a
+    file, and answers its digest; client_of_url: asks engines behind URLs.
+    """
+
+    models_directory: Path
+    keep: Callable[[Path], Awaitable[str]]
+    client_of_url: Engine
+    announce: Callable[[str], None]
+
+
+async def declare_models(engines: list[str], config: WeirConfig, parts: DeclarationParts) -> DeclaredModels:
+    """The models behind `--engine`.
+
+    Raises EngineError when an engine at a URL refuses our key or is not ready in time, ArtifactRefused for a damaged model.
+    """
     pool, further = config.pool, config.pools
     if engines == [SIMULATED]:
         simulated = _Artifact("simulated", EngineKind.SIMULATED, "demo", "demo", 32_768, 64)
         return _declared([_named(simulated, _ASSISTANT, pool)], further)
     if engines == [LLAMACPP]:
-        announce("reading SmolLM2-135M-Instruct")
-        entries = [_named(await asyncio.to_thread(_smollm2), _ASSISTANT, pool)]
+        parts.announce("reading SmolLM2-135M-Instruct")
+        entries = [_named(await _smollm2(parts), _ASSISTANT, pool)]
         if pool.second_model:
-            announce("reading Gemma 3 270M (starts with its first request)")
-            second = await asyncio.to_thread(_gemma, models_directory, announce)
+            parts.announce("reading Gemma 3 270M (starts with its first request)")
+            second = await _gemma(parts)
             alone = PoolConfig(default_max_output_tokens=pool.default_max_output_tokens, threads=pool.threads)
             entries.append(_named(second, _COMPLETION, alone, on_demand=True))
         return _declared(entries, further)
     window = pool.context_tokens or _UNSTATED_CONTEXT_TOKENS
-    artifact = await _behind_url(engines, config.engine, client_of_url, window, announce)
+    artifact = await _behind_url(engines, config.engine, parts.client_of_url, window, parts.announce)
     served = replace(pool, context_tokens=artifact.context_tokens)
     entry = _named(artifact, _ASSISTANT, served, urls=tuple(engines), external=config.engine.external)
     return _declared([entry], further)
@@ -175,6 +188,7 @@ def _named(
         price=DEMO_PRICE,
         chat=artifact.chat,
         external=external,
+        artifact_digest=artifact.artifact_digest,
     )
     kept = Pool(
         name=alias,
@@ -191,19 +205,17 @@ def _named(
     return revision, Alias(alias, revision.id, min(pool.default_max_output_tokens, most)), kept
 
 
-def _smollm2() -> _Artifact:
+async def _smollm2(parts: DeclarationParts) -> _Artifact:
     path = smollm2_path()
-    return _Artifact("smollm2-135m-instruct-q4_1", EngineKind.LLAMACPP, str(path), _sha256(path), 2_048, 2)
+    digest = await parts.keep(path)
+    name = "smollm2-135m-instruct-q4_1"
+    return _Artifact(name, EngineKind.LLAMACPP, path.name, digest, 2_048, 2, artifact_digest=digest)
 
 
-def _gemma(models_directory: Path, announce: Callable[[str], None]) -> _Artifact:
-    path = gemma_path(models_directory, lambda done, total: None)
-    return _Artifact("gemma-3-270m-q4_k_m", EngineKind.LLAMACPP, str(path), _sha256(path), 2_048, 2, chat=False)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+async def _gemma(parts: DeclarationParts) -> _Artifact:
+    path = await asyncio.to_thread(gemma_path, parts.models_directory)
+    digest = await parts.keep(path)
+    return _Artifact("gemma-3-270m-q4_k_m", EngineKind.LLAMACPP, path.name, digest, 2_048, 2, False, digest)
 
 
 async def _behind_url(

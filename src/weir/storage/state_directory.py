@@ -21,6 +21,7 @@ DATABASE_FILE = "weir.sqlite3"
 SECRET_BYTES: Bytes = 32
 BODY_DIGEST_SECRET = "body_digest"
 CACHE_SALT_SECRET = "cache_salt"
+DEVELOPMENT_KEY_SECRET = "development_key"
 
 
 class _Secrets(msgspec.Struct, forbid_unknown_fields=True):

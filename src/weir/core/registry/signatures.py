@@ -11,6 +11,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
+    NoEncryption,
+    PrivateFormat,
     PublicFormat,
     load_pem_private_key,
     load_pem_public_key,
@@ -31,6 +33,9 @@ from weir.units import Bytes, Millis
 
 PEM_BYTES_MAX: Bytes = 16 * 1024
 _PRIVATE = "PRIVATE KEY-----"
+
+_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+"""Of P-256: private keys are the numbers below it but 0 (FIPS 186-5, SP 800-186)."""
 
 
 def verify(signed: SignedManifest, keys: Iterable[SigningKey], role: KeyRole, tenant: str | None, now_ms: Millis) -> SigningKey:
@@ -68,6 +73,13 @@ def read_public_key(pem: str) -> str:
 def public_key_of(private_key: str) -> str:
     """The public key of a private one, in its one PEM form. Raises InvalidRequest, never with anything of the key."""
     return _pem_of(_loaded_private(private_key).public_key())
+
+
+def private_key_from(secret: bytes) -> str:
+    """The private key, PEM, that a secret of 32 random bytes stands for: always the same one."""
+    number = int.from_bytes(secret, "big") % (_ORDER - 1) + 1
+    key = ec.derive_private_key(number, ec.SECP256R1())
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
 
 
 def sign(manifest: Manifest, name: str, private_key: str) -> bytes:
