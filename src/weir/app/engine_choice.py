@@ -1,9 +1,9 @@
 """What `--engine` means: which revisions, aliases and pools a start declares.
 
-`llamacpp`: the packaged models, as artifacts that this cell signs itself: SmolLM2 behind alias `assistant` and, on demand, Gemma
-behind `completion`. `simulated`: one simulated model. A URL: the first model that an OpenAI-compatible server lists, once it
-answers with our key. A revision's id carries a digest of everything that makes it what it is, so another artifact or window is
-another revision. Further pools serve what `assistant` means.
+`llamacpp`: the packaged models, as artifacts that this cell signs itself: SmolLM2 behind alias `assistant` and, on demand,
+Gemma behind `completion`. `simulated`: one simulated model. A URL: the first model that an OpenAI-compatible server lists, once
+it answers with our key. A revision's id carries a digest of everything that makes it what it is, so another artifact or window
+is another revision. Further pools serve what `assistant` means.
 """
 
 import asyncio
