@@ -18,7 +18,7 @@ from weir.core.registry.golden_set import Score
 from weir.core.registry.key_ring import KeyRole, SigningKey
 from weir.core.registry.model import Alias, Canary, EngineKind, Pool, Revision, RevisionPrice, RevisionState
 from weir.core.registry.rollout import OnCanary, Paused, Verified
-from weir.core.registry.rollout_plan import RolloutPlan, Step
+from weir.core.registry.rollout_plan import RolloutPlan, Step, Tolerances
 from weir.core.registry.rollout_record import Rollout
 from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Role, Scope, ServiceClass, Tenant
 from weir.core.windows import FormerZone
@@ -42,7 +42,7 @@ FULL = CatalogChange(
     keys=[ApiKey("0a", "acme", "all", b"\x00\xff" * 16, revoked=True), ApiKey("0b", "acme", "some", b"2" * 32)],
     admin_keys=[AdminKey("0c", "ada", Role.APPROVER, b"3" * 32, revoked=True)],
     aliases=[
-        Alias("assistant", "rev-1", 256, Canary("ro-1", 2, "rev-2", 10)),
+        Alias("assistant", "rev-1", 256, Canary("ro-1", 2, "rev-2", 10, Tolerances(2, 6, 26, 27, 51))),
         Alias("assistant", "rev-2", 8, tenant="acme"),
     ],
     revisions=[

@@ -14,6 +14,7 @@ from weir.core.endings import FinishReason, Status
 from weir.core.ledger.records import Timing
 from weir.core.metering import Basis, InputBasis, Price
 from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES, Alias, Canary, EngineKind, Pool, Revision, RevisionState
+from weir.core.registry.rollout_plan import Tolerances
 from weir.core.registry.snapshot_parts import SnapshotPart
 from weir.core.request import ATTEMPTS_MAX, DEADLINE_MS_MAX
 from weir.core.tenancy import ApiKey, Application, ServiceClass, Tenant
@@ -217,7 +218,7 @@ _PART = SnapshotPart(
         Application("t", "all"),
     ),
     keys=(ApiKey(_TEXT, _TEXT, _TEXT, _BYTES, True),),
-    aliases=(Alias(_TEXT, _TEXT, INT64_MAX, Canary(_TEXT, 3, _TEXT, 100)),),
+    aliases=(Alias(_TEXT, _TEXT, INT64_MAX, Canary(_TEXT, 3, _TEXT, 100, Tolerances(2, 6, 26, 27, 51))),),
     tenant_aliases=(Alias(_TEXT, _TEXT, INT64_MAX, tenant=_TEXT),),
     revisions=(
         Revision(_TEXT, EngineKind.LLAMACPP, _TEXT, 1, 2, 3, Price(1, 2, 3, INT64_MAX), False, True, RevisionState.REVOKED),
@@ -282,6 +283,14 @@ def test_fields_of_a_newer_version_are_skipped(decode: Any, message: Any) -> Non
     """Protects upgrades: an older reader takes a message with more fields, in it and in what it holds, for the one it knows."""
     known = msgspec.to_builtins(message, builtin_types=(bytes,))
     assert decode(encode([_with_more(known, in_rows=not isinstance(message, Rejected))])) == [message]
+
+
+def test_a_canary_of_an_older_control_has_the_usual_tolerances() -> None:
+    """Protects upgrades: what did not say yet how much worse a canary may be is read as the default."""
+    known = msgspec.to_builtins(_PART, builtin_types=(bytes,))
+    del known["aliases"][0]["canary"]["tolerances"]
+    [found] = decode_down(encode([known]))
+    assert isinstance(found, SnapshotPart) and found.aliases[0].canary == Canary(_TEXT, 3, _TEXT, 100)
 
 
 def _with_more(value: Any, *, in_rows: bool) -> Any:

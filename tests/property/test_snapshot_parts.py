@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from weir import errors
 from weir.core.metering import Price
 from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES, Alias, Canary, EngineKind, Pool, Revision, RevisionState
+from weir.core.registry.rollout_plan import Tolerances
 from weir.core.registry.snapshot import Snapshot
 from weir.core.registry.snapshot_parts import (
     ROWS_PER_PART,
@@ -48,7 +49,9 @@ _APPLICATIONS = st.builds(
     revoked=st.booleans(),
 )
 _KEYS = st.builds(ApiKey, _NAMES, _NAMES, _NAMES, st.sampled_from([b"", b"\0" * 32, b"\xff" * 32]), revoked=st.booleans())
-_CANARIES = st.builds(Canary, _NAMES, _NUMBERS, _NAMES, st.integers(0, 100))
+_CANARIES = st.builds(
+    Canary, _NAMES, _NUMBERS, _NAMES, st.integers(0, 100), st.builds(Tolerances, errors_points=st.integers(0, 100))
+)
 _ALIASES = st.builds(Alias, _NAMES, _NAMES, _NUMBERS, st.none() | _CANARIES)
 _TENANT_ALIASES = st.builds(Alias, _NAMES, _NAMES, _NUMBERS, st.none() | _CANARIES, _NAMES)
 _REVISIONS = st.builds(

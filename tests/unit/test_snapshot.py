@@ -181,6 +181,15 @@ def test_a_tenants_own_name_goes_before_a_shared_one() -> None:
     assert [alias.tenant for alias in snapshot.aliases_for(CALLER)] == ["acme"]
 
 
+def test_what_a_name_stands_for_does_not_depend_on_who_of_a_tenant_asks() -> None:
+    """Protects whoever counts by aliases: the same rule as that by which callers get one, without what they may use."""
+    own = Alias("assistant", "own@1", 64, tenant="acme")
+    snapshot = rebuilt(tenant_aliases={("acme", "assistant"): own})
+    assert snapshot.alias_named("acme", "assistant") is own
+    assert snapshot.alias_named("globex", "assistant") is snapshot.aliases["assistant"]
+    assert snapshot.alias_named("acme", "missing") is None
+
+
 @pytest.mark.parametrize("state", [RevisionState.REGISTERED, RevisionState.RETIRED, RevisionState.REVOKED])
 def test_only_an_approved_revision_serves(state: RevisionState) -> None:
     """Protects approval: an alias that names another one is not usable."""

@@ -128,7 +128,7 @@ def within_reach(pools: Iterable[Pool], tenant: str, leaves_its_pools: bool) -> 
 class Canary:
     """The share of an alias's requests that goes to another revision. weight: whole percent, 0 … 100; step: of the rollout.
 
-    tolerances: how much worse than the stable one it may be.
+    tolerances: how much worse it may be, by the rollout's plan.
     """
 
     rollout: str

@@ -101,8 +101,12 @@ class Snapshot:
             raise errors.UnknownAlias("This application has no such model alias.")
         return alias, self.revisions[alias.revision]
 
+    def alias_named(self, tenant: str, name: str) -> Alias | None:
+        """What a name stands for within a tenant, whoever of it may use that: its own alias, else a shared one."""
+        return self.tenant_aliases.get((tenant, name)) or self.aliases.get(name)
+
     def _alias_of(self, principal: Principal, name: str) -> Alias:
-        alias = self.tenant_aliases.get((principal.tenant, name)) or self.aliases.get(name)
+        alias = self.alias_named(principal.tenant, name)
         if alias is None or not self.applications[principal.tenant, principal.application].may_use(name):
             raise errors.UnknownAlias("This application has no such model alias.")
         return alias
