@@ -21,6 +21,7 @@ from weir import errors
 from weir.config import CoordinatorConfig
 from weir.coordinator.asking import check_asked, question_of, rejection_of
 from weir.coordinator.blame import Blame, fingerprint_of
+from weir.coordinator.canaries import Canaries
 from weir.coordinator.dispatcher import Dispatcher, Offer, Turns
 from weir.coordinator.domain import MakeOrder
 from weir.coordinator.execution import Execution
@@ -101,7 +102,7 @@ class CoordinatorParts:
 
 
 class Coordinator:
-    """Owner of the book, the queues and the executions of a cell. timelines: what it tells of the latest requests."""
+    """Owner of the book, the queues and the executions of a cell. timelines: of the latest requests; canaries: evidence."""
 
     def __init__(self, parts: CoordinatorParts, snapshot: Snapshot) -> None:
         self._clock = parts.clock
@@ -117,19 +118,15 @@ class Coordinator:
         self.timelines = Timelines(parts.clock, parts.config.explained_requests)
         self._sessions = WatchedSessions(self.timelines)
         self._settler = Settler(parts.clock, parts.book, parts.journal, parts.executions, self._sessions, parts.telemetry)
+        self.canaries = Canaries(parts.executions, snapshot)
+        self._settler.on_concluded = self.canaries.concluded
         self._blame = Blame(parts.clock, parts.fleet)
         turns = Turns(lambda tenant: self._snapshot.tenants[tenant].weight, parts.order)
         self._dispatcher = Dispatcher(parts.clock, parts.config, parts.fleet, parts.journal, self._settler, turns)
         self._takeover = self._compose_takeover(parts)
         self._dispatcher.may_grant = lambda: parts.leads() and not self._takeover.is_recovering
-        self._store_watch = StoreWatch(
-            parts.clock,
-            ns_from_ms(parts.config.store_wait_ms),
-            parts.journal,
-            parts.executions,
-            self._settler,
-            self._ask_to_stop,
-        )
+        wait_ns = ns_from_ms(parts.config.store_wait_ms)
+        self._store_watch = StoreWatch(parts.clock, wait_ns, parts.journal, parts.executions, self._settler, self._ask_to_stop)
         self._readiness = Readiness(parts.clock, self._store_watch, parts.leads, parts.is_lease_away)
         self._tasks: asyncio.TaskGroup | None = None
         self._receivers: dict[type, Callable[[Session, Any], None]] = {
@@ -246,6 +243,7 @@ class Coordinator:
     def publish(self, snapshot: Snapshot) -> None:
         """Put a newer approved configuration in force, here and in every session; work of what is revoked is cancelled."""
         self._snapshot = snapshot
+        self.canaries.publish(snapshot)
         self._book.configure(snapshot.limits, snapshot.zones(), self._clock.monotonic_ns())
         self._stop_what_is_revoked()
         self._sessions.tell_all(snapshot)
@@ -364,6 +362,7 @@ class Coordinator:
             workload=self._snapshot.workload_class(asked.workload_class),
             predicted_wait_ms=offer.door.predicted_wait_ms,
             need=offer.need,
+            assignment=self.canaries.assignment_of(asked),
         )
         taken = self._append_hold(execution)
         self.timelines.admitted(execution, taken, self._dispatcher.door_figures(offer))

@@ -329,8 +329,8 @@ class Dispatcher:
         assert placement is not None
         if placement.has_output:
             return
-        placement.has_output = True
         now_ns = self._clock.monotonic_ns()
+        placement.has_output, placement.output_ns = True, now_ns
         self._domain_of(execution).showed_output(execution, now_ns - placement.lane_taken_ns, now_ns)
         if placement.lane is not None:
             room = placement.replica.room.prefill_tokens

@@ -14,6 +14,7 @@ from weir.core.endings import FinishReason, ending
 from weir.core.ledger.records import EndRecord, ExecutionId, SettleRecord, Timing
 from weir.core.ledger.reservation import Reservation
 from weir.core.metering import Usage
+from weir.core.registry.evidence import Arm, EvidenceWindow
 from weir.core.registry.model import WorkloadClass
 from weir.core.request import Admitted, Dispatched, Ended, RequestState, Streaming, is_terminal, public_status
 from weir.core.routing.capacity import NOTHING, Need
@@ -29,8 +30,8 @@ _Shown: TypeAlias = Admitted | Ended
 class Placement(msgspec.Struct):
     """Where an attempt runs or ran. lane: None once it was given back. lane_taken_ns: when it was taken.
 
-    cached_tokens: of its input, believed to be held there. has_output: its first output came. is_unplaced: it may run, on a
-    replica that is not known yet.
+    cached_tokens: of its input, believed to be held there. has_output: its first output came; output_ns: when that was heard,
+    None where another coordinator heard it. is_unplaced: it may run, on a replica that is not known yet.
     """
 
     replica: Replica
@@ -39,7 +40,15 @@ class Placement(msgspec.Struct):
     lane_taken_ns: Nanos
     cached_tokens: Tokens = 0
     has_output: bool = False
+    output_ns: Nanos | None = None
     is_unplaced: bool = False
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """What an execution is evidence of. window: of the step of a rollout at which it was admitted."""
+
+    window: EvidenceWindow
+    arm: Arm
 
 
 class Execution(msgspec.Struct):
@@ -48,7 +57,8 @@ class Execution(msgspec.Struct):
     windows: the budget windows that its hold counts in. placements: of its attempts, the last one last. lost: what the attempt
     that was retried used. end_record and decided_ns: set when the end is decided. given_up: its answer was dropped because the
     store was away. predicted_wait_ms: at the door. ticket: what its flow was charged, while it runs; cost: what was
-    expected at its first dispatch, nothing cached. need: what it takes of a replica.
+    expected at its first dispatch, nothing cached. need: what it takes of a replica. assignment: None where its alias has no
+    canary, and once it has counted.
     """
 
     id: ExecutionId
@@ -75,6 +85,7 @@ class Execution(msgspec.Struct):
     ticket: Ticket | None = None
     cost: Cost = 0
     need: Need = NOTHING
+    assignment: Assignment | None = None
     end_durable: bool = False
     given_up: bool = False
     cancel_queries: list[tuple[str, int]] = []

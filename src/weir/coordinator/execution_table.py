@@ -64,6 +64,10 @@ class ExecutionTable:
         """How many are live."""
         return len(self._live)
 
+    def live_of(self, revision: str) -> int:
+        """How many of the live ones are pinned to a revision."""
+        return sum(execution.acquire.revision == revision for execution in self._live.values())
+
     @property
     def in_flight(self) -> int:
         """How many have not reached their terminal status."""

@@ -30,7 +30,10 @@ from weir.units import MicroDollars
 
 
 class Settler:
-    """Ends executions. sessions: of their gateways; idle is set while nothing is live; on_ended: told once of each end."""
+    """Ends executions. sessions: of their gateways; idle is set while nothing is live.
+
+    on_ended: told once of each end, as it is decided; on_concluded: once of each terminal status.
+    """
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class Settler:
         self.sessions = sessions
         self._telemetry = telemetry
         self.on_ended: Callable[[Execution], None] = lambda execution: None
+        self.on_concluded: Callable[[Execution], None] = lambda execution: None
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -117,6 +121,7 @@ class Settler:
         assert record is not None
         execution.state = advance(execution.state, End(record.finish_reason))
         self._telemetry.ended(execution.workload, execution.acquire.revision, record)
+        self.on_concluded(execution)
         if execution.placements:
             waited_ms = (execution.placements[0].lane_taken_ns - execution.admitted_ns) / 1e6
             self._telemetry.predicted(execution.acquire.revision, waited_ms - execution.predicted_wait_ms)

@@ -100,8 +100,9 @@ class Places:
         return Reach(pools, acquire.choices * (acquire.input_tokens + expected), backlog_ms)
 
     def _takers(self, acquire: Acquire) -> list[Pool]:
-        """The pools that are for its tenant and its service class."""
-        tenant, pools = self._snapshot.tenants[acquire.tenant], self._pools.values()
+        """The pools that are for its revision, its tenant and its service class."""
+        tenant = self._snapshot.tenants[acquire.tenant]
+        pools = [pool for pool in self._pools.values() if pool.revision == acquire.revision]
         stays = not tenant.leaves_its_pools and any(pool.tenant == tenant.name for pool in pools)
         owners = {tenant.name} if stays else {tenant.name, None}
         return [pool for pool in pools if pool.tenant in owners and acquire.service_class in pool.service_classes]

@@ -56,6 +56,7 @@ BATCH_APPLICATION = CALLERS[BATCH_CALLER][0]
 class Spec:
     """What a world is made of. slowness: engine steps take this many times the demo row's two milliseconds.
 
+    revisions: that pools may serve, beside the one that they serve where nothing else is said.
     replicas and concurrency: of its one pool, where pools names none. kv_tokens: of each engine, None for the row's. pace: what
     warm-ups show. time_zones: of the first tenants, the others have UTC; weights: likewise, the others have 1; leavers: tenants
     by number whose work may leave their pools. echoes: how often a finish is heard again. prefix_cache and counts_tokens: of
@@ -65,6 +66,7 @@ class Spec:
     replicas: int = 1
     concurrency: int = 2
     pools: Sequence[Pool] = ()
+    revisions: Sequence[Revision] = ()
     kv_tokens: Tokens | None = None
     pace: ReplicaPace | None = None
     slowness: float = 10.0
@@ -138,17 +140,17 @@ def first_snapshot(spec: Spec) -> Snapshot:
             digest = digest_of_key(format_key(key_id, bytes(32)))
             assert digest is not None
             keys[digest] = ApiKey(key_id, tenant_name(number), application, digest)
-    tenants = _tenants_of(spec)
+    tenants, revisions = _tenants_of(spec), (REVISION, *spec.revisions)
     return Snapshot(
         version=1,
         tenants=tenants,
         applications={(name, each): application_of(name, each) for name in tenants for each, _ in CALLERS},
         keys=keys,
         aliases={alias.name: alias for alias in (ALIAS, BRIEF)},
-        revisions={REVISION.id: REVISION},
+        revisions={revision.id: revision for revision in revisions},
         pools={pool.name: pool for pool in spec.kept_pools},
         limits=spec.limits,
-        prices={(REVISION.id, REVISION.price.version): REVISION.price},
+        prices={(revision.id, revision.price.version): revision.price for revision in revisions},
     )
 
 
