@@ -1,7 +1,8 @@
 """What the platform tells its operators: metrics, and the set-up of structured logs. Never prompt or output text.
 
-Labels come from closed sets only (codes, statuses, finish reasons, workload classes, revisions, pools, surfaces); tenants are
-never a label of a histogram. Label children are bound once and kept. Gauges are read from their owners when scraped.
+Labels come from closed sets only (codes, statuses, finish reasons, workload classes, revisions, pools, surfaces, aliases with a
+canary); tenants are never a label of a histogram. Label children are bound once and kept. Gauges are read from their owners at
+a scrape.
 
     weir_requests_total{workload_class, revision, status, finish_reason}      ended requests
     weir_rejections_total{code}                                               refused before admission
@@ -23,6 +24,8 @@ never a label of a histogram. Label children are bound once and kept. Gauges are
     weir_requests_in_flight, weir_open_holds, weir_journal_backlog, weir_queue_entries{revision, pool},
     weir_replicas{revision, pool, state},
     weir_lanes{revision, pool, state}                                         taken, free, withheld by adaptation
+    weir_canary_weight{alias, rollout},
+    weir_canary_requests{alias, rollout, arm, outcome}                        of each alias with a canary, since its step began
 """
 
 import logging

@@ -15,12 +15,13 @@ from tests.contract.stores import hold, settle, step
 from weir import errors
 from weir.api.admin import AdminParts, create_admin_app
 from weir.control.bootstrap import DEMO_PRICE, bootstrap, draft_keys
-from weir.control.cell_view import Explanations, PoolReport, ReplicaReport
+from weir.control.cell_view import Explanations, GatheredEvidence, PoolReport, ReplicaReport
 from weir.control.commands import Commands
 from weir.control.declared_models import DeclaredModels
 from weir.core.endings import FinishReason, Status
 from weir.core.ledger.records import ExecutionId, Timing
 from weir.core.metering import Basis
+from weir.core.registry.evidence import Evidence, Pairs, Tally
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import Role, ServiceClass
@@ -31,6 +32,7 @@ from weir.storage.memory import MemoryCatalog, MemoryLedger
 NOON_MS = 1_700_049_600_000  # 2023-11-15T12:00:00Z
 REVISION = Revision("small-1", EngineKind.SIMULATED, "row", 4_096, 1_024, 200, DEMO_PRICE)
 CAPABILITIES = {"cache_salt": True, "continuous_usage": False, "counts_tokens": True}
+EVIDENCE = Evidence(Tally(900, 4, 30), Tally(100, 2, 3), Pairs(90, 40), Pairs(80, 30), Pairs(70, 20), Pairs(70, 10))
 PACE = {"first_ms": 2.5, "input_ms": 0.25, "output_ms": 10.0}
 MODELS = DeclaredModels((REVISION,), (Alias("assistant", "small-1", 256),), (Pool("small", "small-1", 1, 4),))
 
@@ -102,6 +104,10 @@ class StandingCell:
         users = {"r:1": ("acme",), "shared": ("globex", "acme")}.get(request_id, ())
         found = [timeline_of(name, request_id) for name in users if tenant in (None, name)]
         return Explanations(found, 3, NOON_MS)
+
+    async def evidence(self, rollout: str, revision: str) -> GatheredEvidence:
+        running = 3 if revision == "small-2" else 0
+        return GatheredEvidence(running, 1, EVIDENCE) if rollout == "ro-1" else GatheredEvidence(running)
 
 
 class Stand:

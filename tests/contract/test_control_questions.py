@@ -15,9 +15,11 @@ from tests.contract.link_stand import until
 
 from weir import errors
 from weir.app.cell_over_link import LinkedCell, answer_of
+from weir.control.cell_view import GatheredEvidence
+from weir.core.registry.evidence import Evidence, Tally
 from weir.core.registry.model import Pool
 from weir.core.routing.replica import ReplicaState
-from weir.link import control_desk
+from weir.link import control_desk, frames
 from weir.link.control_messages import (
     AskBehind,
     AskOpenHolds,
@@ -113,6 +115,28 @@ async def test_demand_is_heard(stand: ControlStand) -> None:
     await until(lambda: control.demanded == ["asked"], "it is heard")
 
 
+@pytest.mark.parametrize("version", range(frames.OLDEST_VERSION, frames.EVIDENCE_VERSION))
+async def test_an_older_coordinator_is_not_asked_what_it_cannot_read(
+    stand: ControlStand, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    """Protects the link during an upgrade: a new question to an older coordinator would end it, again and again."""
+    monkeypatch.setattr(frames, "NEWEST_VERSION", version)
+    desk, control = await stand.linked()
+    with pytest.raises(errors.CoordinatorLost, match="older version"):
+        await LinkedCell(control.end, lambda pool: None).evidence("ro-1", "small-2")
+    assert desk.host.asked == [] and await control.ask() == 0 and control.end.is_linked
+
+
+async def test_an_answer_of_another_version_is_read(stand: ControlStand) -> None:
+    """Protects upgrades: what a newer coordinator tells beside the evidence is skipped, and what is not told is not known."""
+    desk, control = await stand.linked()
+    cell = LinkedCell(control.end, lambda pool: None)
+    desk.host.answers = {"running": 2, "step": 1, "evidence": {"canary": {"requests": 5, "added": 1}, "added": {}}, "added": []}
+    assert await cell.evidence("ro-1", "small-2") == GatheredEvidence(2, 1, Evidence(canary=Tally(5)))
+    desk.host.answers = {"running": 2}
+    assert await cell.evidence("ro-1", "small-2") == GatheredEvidence(2)
+
+
 class ViewedHost:
     """Answers from a cell that stands still, as the coordinator's process does."""
 
@@ -126,7 +150,7 @@ class ViewedHost:
 
 
 async def test_what_administrators_ask_is_the_same_over_the_link(stand: ControlStand) -> None:
-    """Every question of the management API has the same answer as in one process; why nothing is ready is control's word."""
+    """Every question to the running cell has the same answer as in one process; why nothing is ready is control's word."""
     desk, control = await stand.linked()
     here, there = StandingCell(), LinkedCell(control.end, lambda pool: f"{pool} does not start")
     ViewedHost(desk, here)
@@ -134,6 +158,8 @@ async def test_what_administrators_ask_is_the_same_over_the_link(stand: ControlS
     assert await there.open_holds("acme") == await here.open_holds("acme")
     assert await there.generation("acme", "r:1") == await here.generation("acme", "r:1")
     assert await there.generation("acme", "unknown") == await here.generation("acme", "unknown")
+    for rollout, revision in (("ro-1", "small-2"), ("ro-1", "small-1"), ("over", "small-2"), ("over", "small-1")):
+        assert await there.evidence(rollout, revision) == await here.evidence(rollout, revision)
     mine, theirs = await here.explanations("r:1"), await there.explanations("r:1")
     assert [*map(dict, theirs.timelines)] == [*map(dict, mine.timelines)] and theirs.kept == mine.kept
     assert [pool.name for pool in await there.pools()] == [pool.name for pool in await here.pools()]

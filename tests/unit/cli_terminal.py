@@ -16,7 +16,7 @@ import uvicorn
 
 from weir.api.admin import AdminParts, create_admin_app
 from weir.control.bootstrap import DEMO_PRICE, bootstrap, draft_keys, shown_secrets
-from weir.control.cell_view import Explanations, PoolReport, ReplicaReport
+from weir.control.cell_view import Explanations, GatheredEvidence, PoolReport, ReplicaReport
 from weir.control.commands import Commands
 from weir.control.declared_models import DeclaredModels
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
@@ -97,6 +97,9 @@ class EmptyCell:
         return Explanations(
             [explained(tenant or "acme", request_id)] if request_id == "explained" else [], 7, 1_700_000_000_000
         )
+
+    async def evidence(self, rollout: str, revision: str) -> GatheredEvidence:
+        return GatheredEvidence(0)
 
 
 class BusyLedger(MemoryLedger):

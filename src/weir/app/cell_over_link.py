@@ -1,4 +1,4 @@
-"""What administrators ask the running cell, over a link: questions on control's side, answers beside the coordinator.
+"""What control asks the running cell, over a link: questions on control's side, answers beside the coordinator.
 
 Why a pool's replicas are not ready is control's own knowledge, and is filled in on its side.
 """
@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from weir.app.running_view import FaultOf
-from weir.control.cell_view import CellView, Explanations, PoolReport, ReplicaReport
+from weir.control.cell_view import CellView, Explanations, GatheredEvidence, PoolReport, ReplicaReport
 from weir.core.routing.replica import ReplicaState
 from weir.link.control_end import ControlEnd
 from weir.link.control_messages import (
     AskAccounts,
+    AskEvidence,
     AskExplanations,
     AskGeneration,
     AskOpenHolds,
@@ -47,6 +48,10 @@ class LinkedCell:
         """What the coordinator remembers of a request id."""
         return await self._link.ask(AskExplanations(request_id, tenant), Explanations)
 
+    async def evidence(self, rollout: str, revision: str) -> GatheredEvidence:
+        """What is known of a rollout's canary. Raises CoordinatorLost also for a coordinator of an older version."""
+        return await self._link.ask(AskEvidence(rollout, revision), GatheredEvidence)
+
     async def replicas(self) -> Sequence[ReplicaReport]:
         """Every replica that is known, by the name that the coordinator has for it."""
         reports = await self._link.ask(AskReplicas(), list[ReplicaReport])
@@ -76,3 +81,5 @@ async def answer_of(view: CellView, question: ViewQuestion) -> Any:
             return await view.replicas()
         case AskPools():
             return await view.pools()
+        case AskEvidence():
+            return await view.evidence(question.rollout, question.revision)

@@ -5,11 +5,13 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from weir.control.cell_view import Explanations, PoolReport, ReplicaReport
+from weir.control.cell_view import Explanations, GatheredEvidence, PoolReport, ReplicaReport
+from weir.coordinator.canaries import CanaryStep
 from weir.coordinator.coordinator import Coordinator
 from weir.coordinator.execution_table import ExecutionTable
 from weir.coordinator.fleet import Fleet, PoolView
 from weir.core.ledger.book import Book
+from weir.core.registry.evidence import Arm, Outcome
 from weir.core.routing.replica import Replica, ReplicaState
 from weir.gateway.inbox import Inbox
 from weir.messages import GenerationRecord
@@ -52,6 +54,12 @@ class RunningCell:
         """What the coordinator remembers of a request id."""
         timelines = self._coordinator.timelines
         return Explanations(timelines.of(request_id, tenant), len(timelines), timelines.since_ms)
+
+    async def evidence(self, rollout: str, revision: str) -> GatheredEvidence:
+        """What is known of a rollout's canary."""
+        canaries = self._coordinator.canaries
+        running, step = canaries.running_on(revision), canaries.step_of(rollout)
+        return GatheredEvidence(running, step.canary.step, step.window.evidence()) if step else GatheredEvidence(running)
 
     async def replicas(self) -> Sequence[ReplicaReport]:
         """Every replica that is known."""
@@ -130,6 +138,21 @@ def gauges_of(
         yield "weir_lanes", "Lanes of replicas.", {**labels, "state": "taken"}, taken
         yield "weir_lanes", "Lanes of replicas.", {**labels, "state": "free"}, free
         yield "weir_lanes", "Lanes of replicas.", {**labels, "state": "withheld"}, withheld
+    for step in coordinator.canaries.steps:
+        yield from _canary_gauges(step)
+
+
+def _canary_gauges(step: CanaryStep) -> Iterable[GaugeReading]:
+    """Of one alias. The rollout tells aliases of the same name apart, which may be of several tenants."""
+    labels = {"alias": step.alias.name, "rollout": step.canary.rollout}
+    yield "weir_canary_weight", "Percent of an alias's requests for its canary.", labels, step.canary.weight
+    evidence = step.window.evidence()
+    for arm, tally in ((Arm.STABLE, evidence.stable), (Arm.CANARY, evidence.canary)):
+        good = tally.requests - tally.errors - tally.cancellations
+        counts = {Outcome.GOOD: good, Outcome.ERROR: tally.errors, Outcome.CANCELLED: tally.cancellations}
+        for outcome, number in counts.items():
+            text = "Ended requests that count, since the rollout's step began."
+            yield "weir_canary_requests", text, {**labels, "arm": arm.value, "outcome": outcome.value}, number
 
 
 def _withheld(replica: Replica) -> int:

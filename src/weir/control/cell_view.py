@@ -1,4 +1,4 @@
-"""What the management API asks the running cell: accounts, holds, replicas, pools, generations and explanations.
+"""What control asks the running cell: accounts, holds, replicas, pools, generations, explanations, evidence of canaries.
 
 A port of control's own: the coordinator's side implements it, in process or over a link. It only reads; every change goes
 through the commands. Nothing here carries prompt or output text, or an engine's credential.
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from weir.core.registry.evidence import Evidence
 from weir.core.tenancy import ServiceClass
 from weir.messages import GenerationRecord
 from weir.units import Millis, Tokens
@@ -74,6 +75,18 @@ class Explanations:
     since_ms: Millis
 
 
+@dataclass(frozen=True, slots=True)
+class GatheredEvidence:
+    """What the cell knows of a rollout's canary. running: requests that are pinned to its revision and not over.
+
+    step: at which the evidence was gathered; None, and no evidence, where no alias in force there has the rollout's canary.
+    """
+
+    running: int
+    step: int | None = None
+    evidence: Evidence | None = None
+
+
 class CellView(Protocol):
     """The running cell, read only. Every call may raise LedgerUnavailable or CoordinatorLost."""
 
@@ -99,4 +112,8 @@ class CellView(Protocol):
 
     async def explanations(self, request_id: str, tenant: str | None = None) -> Explanations:
         """What the cell remembers of a request id, of one tenant or of all."""
+        ...
+
+    async def evidence(self, rollout: str, revision: str) -> GatheredEvidence:
+        """What is known of a rollout's canary, whose revision this is. It begins anew with a step, and with a coordinator."""
         ...

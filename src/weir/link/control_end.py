@@ -21,6 +21,7 @@ from weir.link.control_messages import (
     Asked,
     Condemned,
     ControlDown,
+    ControlWelcome,
     Counted,
     Demanded,
     Failed,
@@ -30,6 +31,7 @@ from weir.link.control_messages import (
     SnapshotRenewed,
     decode_control_down,
     decode_control_welcome,
+    version_of,
 )
 from weir.link.control_reports import ReportedFleet
 from weir.link.endpoint import Endpoint
@@ -76,10 +78,11 @@ class _Session:
     refused: why it was dismissed.
     """
 
-    def __init__(self, channel: Channel, endpoint: Endpoint, heartbeat_ms: Millis) -> None:
+    def __init__(self, channel: Channel, endpoint: Endpoint, welcome: ControlWelcome) -> None:
         self.channel = channel
         self.endpoint = endpoint
-        self.heartbeat_ms = heartbeat_ms
+        self.version = welcome.version
+        self.heartbeat_ms = welcome.heartbeat_ms
         self.told = _NOTHING
         self.telling = asyncio.Lock()
         self.is_live = False
@@ -166,6 +169,8 @@ class ControlEnd:
         session = self._session
         if session is None or not session.is_live:
             raise _lost("No coordinator is connected.")
+        if session.version < version_of(question):
+            raise _lost("The coordinator that leads is of an older version and cannot answer this.")
         query, waiting = next(self._queries), _Waiting()
         session.waiting[query] = waiting
         session.endpoint.send(Asked(query, question))
@@ -289,7 +294,7 @@ class ControlEnd:
             raise errors.LinkFault("An older coordinator answered.")
         self._highest_epoch = found.epoch
         endpoint = Endpoint(self._clock, decode_control_down, self._take)
-        session = self._session = _Session(channel, endpoint, welcome.heartbeat_ms)
+        session = self._session = _Session(channel, endpoint, welcome)
         endpoint.epoch = found.epoch
         endpoint.on_broken = lambda why: self._end(session)
         self._reasons.clear()

@@ -14,7 +14,7 @@ import msgspec
 
 from weir.core.registry.model import Pool
 from weir.core.registry.snapshot_parts import WholePart
-from weir.link.frames import Frame, decode_answer, decoded
+from weir.link.frames import EVIDENCE_VERSION, OLDEST_VERSION, Frame, decode_answer, decoded
 from weir.messages import ReplicaAddress
 from weir.units import Millis
 
@@ -127,10 +127,22 @@ class AskBehind(msgspec.Struct, frozen=True, tag="behind"):
     bound_ms: Millis
 
 
-ViewQuestion: TypeAlias = AskAccounts | AskOpenHolds | AskReplicas | AskPools | AskGeneration | AskExplanations
-"""What administrators ask of the running cell."""
+class AskEvidence(msgspec.Struct, frozen=True, tag="evidence"):
+    """What is known of a rollout's canary, whose revision this is."""
+
+    rollout: str
+    revision: str
+
+
+ViewQuestion: TypeAlias = AskAccounts | AskOpenHolds | AskReplicas | AskPools | AskGeneration | AskExplanations | AskEvidence
+"""What is asked of the running cell."""
 
 Question: TypeAlias = ViewQuestion | AskBehind
+
+
+def version_of(question: Question) -> int:
+    """The oldest version of the messages that has this question."""
+    return EVIDENCE_VERSION if isinstance(question, AskEvidence) else OLDEST_VERSION
 
 
 class Asked(msgspec.Struct, frozen=True, tag="asked"):

@@ -22,10 +22,12 @@ from weir.units import Bytes, Millis, Tokens
 Decoded = TypeVar("Decoded")
 
 OLDEST_VERSION = 1
-NEWEST_VERSION = 2
+NEWEST_VERSION = 3
 """Of the messages that this build speaks."""
 REATTACHING_VERSION = 2
 """Brought `Reattach` and its answers: before it, another coordinator meant that everything was lost."""
+EVIDENCE_VERSION = 3
+"""Brought control's question for the evidence of a canary."""
 
 FRAME_BYTES_MAX: Bytes = 4 * 1024 * 1024
 """Of one body. The largest message is a part of a snapshot; a batch is cut before it gets here."""
