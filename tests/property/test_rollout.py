@@ -117,6 +117,26 @@ class Rollouts(RuleBasedStateMachine):
         seen = Observation(self.now_ms, ready_replicas, carries_share, evaluation, evidence, running, start_fault)
         self._analyse(seen)
 
+    @rule(gap_ms=st.integers(0, 6_000), evidence=st.none() | evidences)
+    def an_analysis_after_a_gap(self, gap_ms: int, evidence: Evidence | None) -> None:
+        """Whoever looks began to just now: nothing that is missing is held against it yet."""
+        since_ms = self.now_ms
+        self.now_ms += gap_ms
+        seen = Observation(self.now_ms, 0, evidence=evidence, seen_since_ms=since_ms, is_first_start=True)
+        before, breached = self.state, self._is_breached(seen)
+        self._analyse(seen)
+        if gap_ms < PLAN.ready_ms and not breached and not isinstance(before, RollingBack):
+            assert self.state == before
+
+    @precondition(lambda self: not isinstance(self.state, RollingBack) and not is_terminal(self.state))
+    @rule(doubts=st.integers(0, 9))
+    def an_analysis_of_what_was_revoked(self, doubts: int) -> None:
+        if doubts < 9:
+            return
+        decision = decide(PLAN, self.state, Observation(self.now_ms, 1, carries_share=True, serves=False))
+        assert isinstance(decision.event, RollBack) and decision.event.reason is RollbackReason.REVOKED
+        self._apply(decision.event)
+
     @rule(requests=st.integers(0, 40), passed_ms=st.sampled_from([0, 1_000, 2_000]))
     def an_analysis_of_a_healthy_canary(self, requests: int, passed_ms: int) -> None:
         self.now_ms += passed_ms

@@ -44,6 +44,7 @@ from weir.core.registry.rollout_decision import (
     Proceed,
     Verdict,
     Wait,
+    can_carry,
     decide,
 )
 from weir.core.registry.rollout_plan import RolloutPlan, Step
@@ -185,6 +186,50 @@ def test_a_lost_canary_holds_and_comes_back(state: Verified | OnCanary | Promoti
     lost = msgspec.structs.replace(state, lost_since_ms=SINCE + 5_000)
     assert decide(PLAN, lost, _at(5_100, ready_replicas=0)).verdict == Hold((Wait(Awaited.REPLICA, 100, 500),))
     assert decide(PLAN, lost, _at(5_100)) == Decision(Regain(), Hold())
+
+
+@pytest.mark.parametrize("state", [VERIFIED, CANARY, PROMOTING])
+def test_who_begins_to_look_waits_for_the_first_start(state: Verified | OnCanary | Promoting) -> None:
+    """Protects a rollout from a restart of what keeps its replicas: they are still to come, for as long as a first one may."""
+    first = {"ready_replicas": 0, "is_first_start": True, "seen_since_ms": SINCE + 5_000}
+    for known in (state, msgspec.structs.replace(state, lost_since_ms=SINCE + 4_000)):
+        held = decide(PLAN, known, _at(14_999, **first))
+        assert held == Decision(None, Hold((Wait(Awaited.REPLICA, 9_999, 10_000),)))
+    assert decide(PLAN, state, _at(15_000, **first)).event == Lose(SINCE + 15_000)
+    breached = _at(6_000, evidence=BREACHES[Measure.ERRORS], **first)
+    assert isinstance(decide(PLAN, CANARY, breached).verdict, Breach)
+
+
+def test_what_nobody_could_see_is_not_held_against_it() -> None:
+    """Protects a rollout that is proposed from a gap in which it may have got ready and been evaluated: both begin anew."""
+    gap = {"seen_since_ms": SINCE + 50_000}
+    assert decide(PLAN, PROPOSED, _at(59_999, ready_replicas=0, **gap)).event is None
+    assert isinstance(decide(PLAN, PROPOSED, _at(60_000, ready_replicas=0, **gap)).event, RollBack)
+    assert decide(PLAN, PROPOSED, _at(79_999, evaluation=None, **gap)).event is None
+    assert isinstance(decide(PLAN, PROPOSED, _at(80_000, evaluation=None, **gap)).event, RollBack)
+
+
+@pytest.mark.parametrize("state", [PROPOSED, VERIFIED, CANARY, LAST, PROMOTING, Paused(CANARY, SINCE)], ids=repr)
+def test_a_revoked_revision_goes_back_at_once(state: RolloutState) -> None:
+    """Protects everybody from what was revoked, however good it looks."""
+    decision = decide(PLAN, state, _at(99_999, serves=False))
+    assert decision.event == RollBack(SINCE + 99_999, RollbackReason.REVOKED, "Its revision was revoked.")
+    assert decide(PLAN, ROLLING_BACK, _at(0, serves=False)).event == Finish(SINCE)
+    assert decide(PLAN, Live(SINCE), _at(0, serves=False)).event is None
+
+
+@pytest.mark.parametrize(
+    ("canary", "stable", "weight", "can"),
+    [(1, 100, 1, True), (1, 101, 1, False), (5, 10, 50, True), (4, 10, 50, False), (9, 10, 100, False), (10, 10, 100, True)],
+)
+def test_a_share_needs_its_share_of_lanes(canary: int, stable: int, weight: int, can: bool) -> None:
+    """Protects the next step's customers from a canary that is too small for them."""
+    assert can_carry(canary, stable, weight) is can
+
+
+def test_a_canary_without_a_lane_carries_nothing() -> None:
+    """Protects against going on to nobody; where the stable revision has none either, one replica is enough."""
+    assert not can_carry(0, 0, 1) and can_carry(1, 0, 100)
 
 
 MANY_STABLE = Tally(2_000, 8, 60)

@@ -1,7 +1,8 @@
 """What to do with a rollout now: go on, hold, or roll back, from what is seen of its canary.
 
 `decide` is asked once per analysis interval and returns at most one event for `advance`, with a verdict for people. It has no
-memory but the state, so that whoever asks may restart at any moment. The rules and their reasons: `rollout.py`.
+memory but the state, so that whoever asks may restart at any moment: what is missing then was not lost, but is still to come.
+The rules and their reasons: `rollout.py`.
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from weir.core.registry.rollout import (
     onward,
     weight_of,
 )
-from weir.core.registry.rollout_plan import RolloutPlan
+from weir.core.registry.rollout_plan import WEIGHT_MAX, RolloutPlan
 from weir.units import Millis
 
 DETAIL_CHARACTERS_MAX = 500
@@ -75,7 +76,8 @@ class Observation:
     """What is seen at once. carries_share: the ready replicas of the canary can serve `next_weight` of the traffic.
 
     evaluation: None while it is not over. evidence: of the present step; None if it is not known now. running: requests on the
-    canary. start_fault: why its last start failed; None if none did since.
+    canary. start_fault: why its last start failed; None if none did since. serves: its revision may. seen_since_ms: since when
+    whoever looks sees the cell without a gap. is_first_start: no replica of it was ready since then.
     """
 
     now_ms: Millis
@@ -85,6 +87,20 @@ class Observation:
     evidence: Evidence | None = None
     running: int = 0
     start_fault: str | None = None
+    serves: bool = True
+    seen_since_ms: Millis = 0
+    is_first_start: bool = False
+
+
+def can_carry(canary_lanes: int, stable_lanes: int, weight: int) -> bool:
+    """Whether a canary with this many ready lanes can serve a share, in percent, of what the stable revision's ready ones do.
+
+    What serves all of it now is what is known of its need, and a lane of the one is taken for a lane of the other. Fewer do
+    not count as enough because its pools want no more: they may have been made for another purpose, and who finds a full queue
+    is no evidence against it, so nothing would stop the next step. To wait harms nobody and is shown; whoever knows that fewer
+    lanes suffice promotes it. Where the stable revision has none, one replica is better than that.
+    """
+    return canary_lanes > 0 and canary_lanes * WEIGHT_MAX >= weight * stable_lanes
 
 
 # ── what is decided ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -150,6 +166,8 @@ class Decision:
 
 def decide(plan: RolloutPlan, state: RolloutState, seen: Observation) -> Decision:
     """What follows from what is seen; the event is always one that the state allows."""
+    if not seen.serves and not isinstance(state, RollingBack | Live | RolledBack):
+        return _give_up(seen, RollbackReason.REVOKED, "Its revision was revoked.")
     match state:
         case Proposed():
             return _decide_proposed(plan, state, seen)
@@ -171,7 +189,7 @@ def decide(plan: RolloutPlan, state: RolloutState, seen: Observation) -> Decisio
 
 
 def _decide_proposed(plan: RolloutPlan, state: Proposed, seen: Observation) -> Decision:
-    elapsed = _elapsed(state.since_ms, seen)
+    elapsed = _elapsed(max(state.since_ms, seen.seen_since_ms), seen)  # nobody could see it get ready before
     if isinstance(seen.evaluation, NotEvaluated):
         return _give_up(seen, RollbackReason.EVALUATION, f"The evaluation broke off: {seen.evaluation.detail}")
     if isinstance(seen.evaluation, Evaluated) and (shortfall := _shortfall(plan, seen.evaluation)):
@@ -252,6 +270,8 @@ def _lost(plan: RolloutPlan, state: Routable, seen: Observation) -> Decision | N
     """Hold while no replica is ready, and back if that lasts; nothing is decided by few who were served before."""
     if seen.ready_replicas:
         return None if state.lost_since_ms is None else Decision(Regain(), Hold())
+    if seen.is_first_start and (elapsed := _elapsed(seen.seen_since_ms, seen)) < plan.ready_ms:  # not lost: still to come
+        return _hold(seen, Wait(Awaited.REPLICA, elapsed, plan.ready_ms))
     if state.lost_since_ms is None:
         return Decision(Lose(seen.now_ms), Hold((Wait(Awaited.REPLICA, 0, plan.lost_ms),), seen.start_fault))
     elapsed = _elapsed(state.lost_since_ms, seen)
