@@ -132,7 +132,9 @@ class RolloutCommands:
             except IllegalRolloutTransition as illegal:
                 detail = f"Rollout {rollout_id} is {name_of(rollout.state)}."
                 raise errors.NotAllowedNow(detail, members={"state": name_of(rollout.state)}) from illegal
-            entry = self._commands.audit_entry(actor, f"rollout.{_ACTIONS[type(event)]}", rollout_id, _summary_of(moved, event))
+            entry = self._commands.audit_entry(
+                actor, f"rollout.{EVENT_NAMES[type(event)]}", rollout_id, _summary_of(moved, event)
+            )
             return moved, _change_of(catalog, moved, entry)
 
         return await self._commands.commit(decide)
@@ -223,7 +225,7 @@ def _check_free(catalog: Catalog, alias: Alias) -> None:
         raise errors.NotAllowedNow(f"{ROLLOUTS_MAX} rollouts are under way.", members={"limit": ROLLOUTS_MAX})
 
 
-_ACTIONS: Mapping[type[RolloutEvent], str] = {
+EVENT_NAMES: Mapping[type[RolloutEvent], str] = {
     Verify: "verify",
     RaiseWeight: "raise_weight",
     Promote: "promote",
@@ -234,6 +236,7 @@ _ACTIONS: Mapping[type[RolloutEvent], str] = {
     Regain: "regain",
     RollBack: "roll_back",
 }
+"""What each event is called in the audit trail, in logs and in metrics."""
 
 
 def _summary_of(rollout: Rollout, event: RolloutEvent) -> dict[str, object]:
