@@ -19,6 +19,7 @@ a scrape.
     weir_rolled_up_executions_total                                           past the retention, kept as sums only
     weir_unconfirmed_stops_total{revision}                                    engine did not confirm a stop within its bound
     weir_retries_total{revision}                                              failed attempts that were queued again
+    weir_rollout_decisions_total{decision, reason}                            what control decided about rollouts by itself
     weir_snapshot_version, weir_snapshot_valid_seconds                        what is in force, and for how long at most
     weir_gateway_requests_in_flight, weir_gateway_linked                      of a gateway in a process of its own
     weir_requests_in_flight, weir_open_holds, weir_journal_backlog, weir_queue_entries{revision, pool},
@@ -109,6 +110,9 @@ class Telemetry:
         self.rolled_up = self._counter("weir_rolled_up_executions", "Executions past the retention, kept as sums.", ())
         self.unconfirmed = self._counter("weir_unconfirmed_stops", "Stops that the engine did not confirm.", ("revision",))
         self.retries = self._counter("weir_retries", "Failed attempts that were queued again.", ("revision",))
+        self.rollout_decisions = self._counter(
+            "weir_rollout_decisions", "Decisions of control about rollouts.", ("decision", "reason")
+        )
         self.queue_wait = self._histogram("weir_queue_wait_seconds", "Read to dispatched.", by_class)
         self.ttft = self._histogram("weir_time_to_first_token_seconds", "Read to first output.", by_class)
         self.tpot = self._histogram("weir_time_per_output_token_seconds", "Per later token.", by_class, _TPOT_BUCKETS)
@@ -170,6 +174,10 @@ class Telemetry:
         if bound is None:
             bound = self._prediction_errors[revision] = self.prediction_error.labels(revision)
         bound.observe(error_ms / 1e3)
+
+    def rollout_decided(self, decision: str, reason: str) -> None:
+        """Control moved a rollout by itself. reason: of a rollback, else `none`."""
+        self.rollout_decisions.labels(decision, reason).inc()
 
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format."""
