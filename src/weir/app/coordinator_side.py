@@ -94,7 +94,7 @@ class CoordinatorSide:
             leads=self._leadership.holds if self._leadership is not None else lambda: True,
             is_lease_away=self._leadership.is_store_away if self._leadership is not None else lambda: False,
             kept=recovered.kept if keeps_open else None,
-            lease_ms=link.lease_ms,
+            link=link,
         )
         coordinator = self.coordinator = Coordinator(made, snapshot)
         coordinator.renew(link.snapshot_valid_ms)

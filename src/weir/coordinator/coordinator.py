@@ -13,12 +13,12 @@ itself. Who waits and what starts is its dispatcher's, how an end is posted its 
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from weir import errors
-from weir.config import CoordinatorConfig
+from weir.config import CoordinatorConfig, LinkConfig
 from weir.coordinator.asking import check_asked, question_of, rejection_of
 from weir.coordinator.blame import Blame, fingerprint_of
 from weir.coordinator.canaries import Canaries
@@ -83,7 +83,7 @@ class CoordinatorParts:
 
     leads: whether it may grant now; another one may lead where it may not. is_lease_away: whether it may not because the store
     cannot be asked for the lease. kept: what an earlier one left open, which the book holds, None where no gateway can outlive
-    a coordinator; lease_ms: how long that waits for its gateway.
+    a coordinator; link: how long that waits for its gateway.
     """
 
     clock: Clock
@@ -98,7 +98,7 @@ class CoordinatorParts:
     leads: Callable[[], bool] = lambda: True
     is_lease_away: Callable[[], bool] = lambda: False
     kept: Sequence[OpenHold] | None = None
-    lease_ms: Millis = 15_000
+    link: LinkConfig = field(default_factory=LinkConfig)
 
 
 class Coordinator:
@@ -155,9 +155,10 @@ class Coordinator:
             standing=self._queries.standing,
             finish=self._on_finish,
             lose=self.lose,
+            end_lost=self._end_lost,
             is_busy=self._settler.idle.clear,
             start=self._start,
-            lease_ms=parts.lease_ms,
+            link=parts.link,
         )
         return Takeover(found)
 
@@ -219,10 +220,14 @@ class Coordinator:
         return LocalLink(self.receive, session)
 
     def lose(self, session: str) -> None:
-        """A gateway is gone: what it carried ends by the rule for what nobody can account for, and its engines run nothing."""
+        """A gateway is gone, and what it carried is lost."""
         lost = self._sessions.close(session)
         lost.asking.clear()
-        carried = list(lost.by_ref.values())
+        self._end_lost(lost, list(lost.by_ref.values()))
+        self._takeover.lost(session)
+
+    def _end_lost(self, lost: Session, carried: Sequence[Execution]) -> None:
+        """End executions by the rule for what nobody can account for: engines run nothing of them."""
         # First what waits: no lane that comes free below is for it.
         waiting = [execution for execution in carried if isinstance(execution.state, Queued)]
         self._dispatcher.end_all_waiting(waiting, FinishReason.COORDINATOR_LOST)
@@ -233,7 +238,6 @@ class Coordinator:
                 self._settler.give_up_completion(execution, FinishReason.COORDINATOR_LOST)
             for placement in execution.placements:
                 self._on_stopped(lost, Stopped(execution.acquire.ref, placement.attempt))
-        self._takeover.lost(session)
 
     def receive(self, session: Session, message: Up) -> None:
         """One message of a session; of one that is over it is not heard. Raises LinkFault for what no gateway of ours says."""

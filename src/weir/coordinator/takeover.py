@@ -2,9 +2,10 @@
 
 Each open hold becomes an execution again, in the session that carried it, which nobody has for now: its limits, budgets and
 buckets are held, and its id is bound. A gateway that tells of it takes it into its new session, and it goes on from what the
-gateway knows; what its gateway does not tell is lost at once, and what no gateway tells when the lease is over. Until every
-gateway that carried something was heard and some replica is known, or a second passed, nothing is admitted and nothing is
-dispatched, so that what runs gets its lanes back, and what waits its place.
+gateway knows; what its gateway does not tell is lost at once, and what no gateway tells when the lease is over, or before, once
+its deadline is over for longer than gateways keep a report. Until every gateway that carried something was heard and some
+replica is known, or a second passed, nothing is admitted and nothing is dispatched, so that what runs gets its lanes back, and
+what waits its place.
 
 It decides nothing about an end, a retry or a place: it hands over to whoever does.
 """
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import structlog
 
 from weir import errors
+from weir.config import LinkConfig
 from weir.coordinator.dispatcher import Dispatcher
 from weir.coordinator.execution import Execution, Placement
 from weir.coordinator.execution_table import ExecutionTable
@@ -52,10 +54,12 @@ from weir.messages import (
     later,
 )
 from weir.ports import Clock, OpenHold
-from weir.units import Millis, Moment, Tokens, ceil_ms_from_ns, ns_from_ms
+from weir.units import Moment, Tokens, ceil_ms_from_ns, ns_from_ms
 
 RECOVERING_S = 1.0
 """How long gateways that carried something, and replicas, are waited for before anything else is decided."""
+_LOOK_S = 0.25
+"""How often it is looked whose deadline is over for so long that nobody tells of it any more."""
 
 _log = structlog.get_logger("weir.coordinator")
 
@@ -68,9 +72,9 @@ class TakeFinish(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TakeoverParts:
-    """What it hands over to. lose: ends a session's executions; start: runs a task; is_busy: told that there are live ones.
+    """What it hands over to. lose: ends a session and its executions; end_lost: some of them; start: runs a task.
 
-    lease_ms: how long a hold waits for its gateway.
+    is_busy: told that there are live ones. link: how long a hold waits for its gateway, and gateways for a coordinator.
     """
 
     clock: Clock
@@ -81,9 +85,10 @@ class TakeoverParts:
     standing: Callable[[Scopes], StandingView]
     finish: "TakeFinish"
     lose: Callable[[str], None]
+    end_lost: Callable[[Session, Sequence[Execution]], None]
     is_busy: Callable[[], None]
     start: Callable[[Coroutine[Any, Any, None]], bool]
-    lease_ms: Millis
+    link: LinkConfig
 
 
 class _Kept(NamedTuple):
@@ -143,10 +148,10 @@ class Takeover:
         """Wait for gateways and replicas from now on."""
         loop = asyncio.get_running_loop()
         if self.is_recovering:
-            self._timers.append(loop.call_later(RECOVERING_S, self._become_active))
+            self._timers.append(loop.call_later(RECOVERING_S, self._has_recovered))
         if self._former:
             _log.info("takes_over", requests=len(self._kept), gateways=len(self._former))
-            self._timers.append(loop.call_later(self._parts.lease_ms / 1e3, self._give_up))
+            self._timers.append(loop.call_later(self._parts.link.lease_ms / 1e3, self._give_up))
         self.look_around()
 
     def look_around(self) -> None:
@@ -175,6 +180,12 @@ class Takeover:
 
         self._deferred.append(decide_now)
 
+    def _has_recovered(self) -> None:
+        """Every gateway that lives had its second."""
+        self._end_overdue()
+        if self.is_recovering:
+            self._become_active()
+
     def _become_active(self) -> None:
         if not self._former:
             self.close()
@@ -193,12 +204,34 @@ class Takeover:
         for gateway in list(self._former):
             self._lose_former(gateway)
 
+    def _end_overdue(self) -> None:
+        """Lose what no gateway can tell any more: it ended it at its deadline, and kept its report for as long as it waits."""
+        until_ns = self._parts.clock.monotonic_ns() - ns_from_ms(self._parts.link.silence_ms)
+        overdue = [kept.execution for kept in self._kept.values() if kept.execution.deadline_ns <= until_ns]
+        for execution in overdue:
+            del self._kept[execution.acquire.generation_id]
+        for execution in overdue:
+            if execution.end_record is None:
+                session = self._parts.sessions.find(execution.session)
+                assert session is not None
+                self._parts.end_lost(session, [execution])
+        if overdue:
+            _log.info("former_requests_overdue", lost=len(overdue))
+            carrying = {kept.execution.session for kept in self._kept.values()}
+            for gateway, names in list(self._former.items()):
+                if not names & carrying:
+                    self._lose_former(gateway)
+        if self._former:
+            self._timers.append(asyncio.get_running_loop().call_later(_LOOK_S, self._end_overdue))
+
     def _lose_former(self, gateway: str) -> None:
         """Nobody carries what is left of a gateway's earlier sessions."""
         for name in self._former.pop(gateway, ()):
             session = self._parts.sessions.find(name)
             assert session is not None
-            _log.info("former_session_over", session=name, lost=len(session.by_ref))
+            _log.info(
+                "former_session_over", session=name, lost=sum(each.end_record is None for each in session.by_ref.values())
+            )
             for execution in session.by_ref.values():
                 self._kept.pop(execution.acquire.generation_id, None)
             self._parts.lose(name)
