@@ -19,7 +19,7 @@ from tests.simulation.session_stand import Stand, play, virtual_loop
 
 from weir import errors
 from weir.core.endings import Status
-from weir.core.ledger.records import EndRecord, ExecutionId, SettleRecord
+from weir.core.ledger.records import EndRecord, ExecutionId, SettleRecord, StepRecord
 from weir.core.metering import Basis
 from weir.engines.simulated import SimulatedEngine, SimulatedReplica
 from weir.gateway.client import Accepted
@@ -27,7 +27,7 @@ from weir.link.channel import Channel
 from weir.link.coordinator_end import CoordinatorEnd
 from weir.link.endpoint import Endpoint
 from weir.link.frames import Terms
-from weir.messages import Down, GenerationRecord, Register, Up
+from weir.messages import Down, GenerationRecord, Granted, Register, Up
 from weir.ports import EngineCall, GatewayInbox
 from weir.sim.checks import Durable
 from weir.sim.clients import SimAnswer
@@ -58,8 +58,25 @@ class _Host:
     def connect(self, register: Register, inbox: GatewayInbox) -> HeardLink:
         world = self._world
         world.sessions.append(weakref.ref(inbox))
-        heard = Heard(self._hear, inbox, "sent")
+
+        def hear(moment: Moment, message: Up | Down) -> None:
+            if isinstance(message, Granted):
+                self._check(message, register.session)
+            self._hear(moment, message)
+
+        heard = Heard(hear, inbox, "sent")
         return HeardLink(self._hear, self._coordinator.connect(register, heard))
+
+    def _check(self, granted: Granted, session: str) -> None:
+        """While a gateway that carried something was not heard, whoever leads next finds each dispatch."""
+        if not self._coordinator._takeover._former:
+            return
+        self._world.granted_in_between += 1
+        carried = self._coordinator._sessions.find(session)
+        assert carried is not None
+        name, records = carried.by_ref[granted.ref].id, self._world.stand.ledger.records
+        steps = [step for step in records if isinstance(step, StepRecord) and step.id == name]
+        assert granted.attempt in [step.attempt for step in steps], f"{name} is granted and its dispatch is not durable"
 
     def _hear(self, moment: Moment, message: Up | Down) -> None:
         self._world.hear(None, moment, message)
@@ -78,7 +95,7 @@ class LinkWorld:
     """Gateways, their cables and clients; the witness of all answers. lanes: of each of the two replicas.
 
     hear: hears every message at both ends of the links. told: how often each ending or refusal was shown.
-    takeovers: how often another coordinator led.
+    takeovers: how often another coordinator led. granted_in_between: grants while it had not heard every gateway.
     """
 
     stand: Stand
@@ -90,6 +107,7 @@ class LinkWorld:
     asked: dict[str, Asked] = field(default_factory=dict)
     told: Counter[str] = field(default_factory=Counter)
     takeovers: int = 0
+    granted_in_between: int = 0
 
     def __post_init__(self) -> None:
         self.hear: Hearing = lambda gateway, moment, message: None

@@ -235,3 +235,25 @@ def test_a_cancel_is_answered_as_its_deadline_is_long_over() -> None:
         await asyncio.sleep(LEASE_S)
 
     play(script)
+
+
+def test_what_was_cancelled_and_whose_gateway_came_is_over_already() -> None:
+    """Protects the process: what ended while nobody told of it, in a session that is over, is not ended another time."""
+
+    async def script(stand: Stand) -> None:
+        one, silent, other = (stand.gateway(f"{name}.1") for name in ("one", "silent", "other"))
+        running, patient = one.ask(LOST, deadline_left_ms=2_000), silent.ask(LOST)
+        waiting = one.ask(LOST, deadline_left_ms=2_000)
+        await a_moment()
+        await leads_after(stand, 0.0)
+        asking = stand.again(other)
+        asking.say(CancelById(900, tenant_name(LOST), f"id-{waiting}"))
+        await a_moment()
+        stand.gateway("one.2", "one.1")
+        await a_moment()
+        stand.check_ended(running)
+        await asyncio.sleep(LEASE_S)
+        assert stand.end_of(waiting).finish_reason is FinishReason.CLIENT
+        stand.check_ended(patient)
+
+    play(script)

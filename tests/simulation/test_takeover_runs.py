@@ -306,6 +306,7 @@ def test_what_has_ended_after_a_failure_stays_ended(reason: FinishReason, told_s
         again.tell(ref, run_of(first, is_stopped=True), finish=finish_of(ref, reason=FinishReason.REPLICA_LOST, tokens=3))
         again.say(Finish(ref, 0, reason))
         again.tell_all()
+        await a_moment()
         for granted in again.about(ref, Granted):
             again.say(Stopped(ref, granted.attempt))
         assert bool(again.about(ref, Granted)) == (told_s > 1) and stand.book.open_holds == stand.running == 0

@@ -66,7 +66,10 @@ def _start_of(deadline_ms: Millis, offer: Offer) -> tuple[bool, bool, Millis]:
 
 
 class Dispatcher:
-    """Owner of the domains. settler: ends what waits; sessions: carries grants and booked steps to their gateways."""
+    """Owner of the domains. settler: ends what waits; sessions: carries grants and booked steps to their gateways.
+
+    may_grant: whether anything may start now. grants_when_durable: gateways hear of a grant only once its dispatch is durable.
+    """
 
     def __init__(
         self,
@@ -94,6 +97,7 @@ class Dispatcher:
         self._queued: dict[ExecutionId, Execution] = {}
         self._lengths = OutputLengths()
         self.may_grant: Callable[[], bool] = lambda: True
+        self.grants_when_durable = False
         settler.on_ended = self._ended
 
     # ── who waits ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -271,18 +275,14 @@ class Dispatcher:
         lane = self._take_lane(execution, start.site, now_ns)
         execution.placements.append(Placement(replica, lane, attempt, now_ns, start.site.cached_tokens))
         self._timelines.dispatched(execution, replica, candidates)
-        most = min(self._config.delivery_step_tokens, execution.admit.worst.output_tokens)
-        self.append_step(execution, most if asked.stream else 0)
-        self._sessions.deliver(
-            execution,
-            Granted(
-                ref=asked.ref,
-                attempt=attempt,
-                replica=self._fleet.address_of(replica.name),
-                lane=lane,
-                delivered_max=execution.delivered_max,
-            ),
-        )
+        most = min(self._config.delivery_step_tokens, execution.admit.worst.output_tokens) if asked.stream else 0
+        address = self._fleet.address_of(replica.name)
+        granted = Granted(ref=asked.ref, attempt=attempt, replica=address, lane=lane, delivered_max=most)
+        if self.grants_when_durable:
+            self.append_step(execution, most, withheld=granted)
+        else:
+            self.append_step(execution, most)
+            self._sessions.deliver(execution, granted)
 
     def _take_lane(self, execution: Execution, site: Site, now_ns: Nanos) -> int:
         need, replica = execution.need, site.replica
@@ -303,14 +303,24 @@ class Dispatcher:
         if placement.lane is not None:
             self._domain_of(execution).resume(execution, placement)
 
-    def append_step(self, execution: Execution, delivered_max: Tokens) -> None:
-        """Book output up to delivered_max ahead of its delivery; the gateway hears once it is durable."""
+    def append_step(self, execution: Execution, delivered_max: Tokens, withheld: Granted | None = None) -> None:
+        """Book output up to delivered_max ahead of its delivery; its gateway hears once it is durable. withheld: told then."""
         placement = execution.placement
         assert placement is not None
         execution.delivered_max = delivered_max
         record = StepRecord(self._journal.next_seq(), execution.id, placement.attempt, placement.replica.name, delivered_max)
         booked = DeliveryBooked(execution.acquire.ref, placement.attempt, delivered_max)
-        self._journal.append(record, partial(self._sessions.deliver, execution, booked))
+        if withheld is None:
+            self._journal.append(record, partial(self._sessions.deliver, execution, booked))
+        else:
+            placement.is_withheld = True
+            self._journal.append(record, partial(self._tell_withheld, execution, placement, withheld, booked))
+
+    def _tell_withheld(self, execution: Execution, placement: Placement, granted: Granted, booked: DeliveryBooked) -> None:
+        """Also of what has ended meanwhile: its gateway answers that nothing runs, and its lane is free."""
+        placement.is_withheld = False
+        self._sessions.deliver(execution, granted)
+        self._sessions.deliver(execution, booked)
 
     # ── what runs ────────────────────────────────────────────────────────────────────────────────────────────────────
 

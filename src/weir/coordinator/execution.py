@@ -31,7 +31,8 @@ class Placement(msgspec.Struct):
     """Where an attempt runs or ran. lane: None once it was given back. lane_taken_ns: when it was taken.
 
     cached_tokens: of its input, believed to be held there. has_output: its first output came; output_ns: when that was heard,
-    None where another coordinator heard it. is_unplaced: it may run, on a replica that is not known yet.
+    None where another coordinator heard it. is_unplaced: it may run, on a replica that is not known yet. is_withheld: its
+    gateway hears of it once its dispatch is durable.
     """
 
     replica: Replica
@@ -42,6 +43,7 @@ class Placement(msgspec.Struct):
     has_output: bool = False
     output_ns: Nanos | None = None
     is_unplaced: bool = False
+    is_withheld: bool = False
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -117,6 +119,14 @@ class Execution(msgspec.Struct):
     def holds_lane(self) -> bool:
         """Whether an engine may still run something for it, also for an attempt that was lost."""
         return any(placement.lane is not None or placement.is_unplaced for placement in self.placements)
+
+    @property
+    def waits_for_ledger_since_ns(self) -> Nanos | None:
+        """Since when it cannot begin because a record is not durable: its hold, or a dispatch that has to be; None: it can."""
+        if not self.hold_durable:
+            return self.admitted_ns
+        placement = self.placement
+        return placement.lane_taken_ns if placement is not None and placement.is_withheld else None
 
     @property
     def key(self) -> tuple[str, str]:

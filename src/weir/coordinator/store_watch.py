@@ -52,7 +52,8 @@ class StoreWatch:
     def _end_if_late(self, execution: Execution) -> None:
         now_ns = self._clock.monotonic_ns()
         if execution.end_record is None:
-            if not execution.hold_durable and now_ns - execution.admitted_ns > self._wait_ns:
+            since_ns = execution.waits_for_ledger_since_ns
+            if since_ns is not None and now_ns - since_ns > self._wait_ns:
                 self._ask_to_stop(execution, FinishReason.LEDGER_UNAVAILABLE)
             return
         if now_ns - execution.decided_ns <= self._wait_ns:

@@ -143,6 +143,7 @@ class Takeover:
             self._kept[execution.acquire.generation_id] = _Kept(execution, each.attempt, each.delivered_max)
             if execution.placement is not None:
                 self._has_to_be_placed(_Unplaced(execution, execution.placement))
+        self._parts.dispatcher.grants_when_durable = bool(self._former)
 
     def begin(self) -> None:
         """Wait for gateways and replicas from now on."""
@@ -226,7 +227,9 @@ class Takeover:
 
     def _lose_former(self, gateway: str) -> None:
         """Nobody carries what is left of a gateway's earlier sessions."""
-        for name in self._former.pop(gateway, ()):
+        names = self._former.pop(gateway, set())
+        self._parts.dispatcher.grants_when_durable = bool(self._former)
+        for name in names:
             session = self._parts.sessions.find(name)
             assert session is not None
             _log.info(
