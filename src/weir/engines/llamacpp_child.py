@@ -93,7 +93,7 @@ def main() -> int:
     try:
         server = serve(spec)
     except RuntimeError as error:
-        sys.stderr.write(f"llama.cpp child: {error}\n")
+        sys.stderr.write(f"llama.cpp child: the model {spec.model} cannot be served: {error}\n")
         return 1
     os.write(answer, msgspec.json.encode({"url": server.listening_address}) + b"\n")
     os.close(answer)
