@@ -90,7 +90,7 @@ class Cell:
         view = self._coordinating.view(self._control.supervisor.fault_of, front.inbox)
         listeners.begin()
         async with asyncio.TaskGroup() as tasks:
-            upkeep = [*self._control.start(tasks, self._renew), *self._coordinating.start(tasks)]
+            upkeep = [*self._control.start(tasks, self._renew, view), *self._coordinating.start(tasks)]
             upkeep.append(tasks.create_task(self._watchdog.run()))
             admin = await self._control.admin_app(view)
             front.start(tasks, listeners)

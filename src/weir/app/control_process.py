@@ -107,8 +107,9 @@ class ControlProcess:
     ) -> None:
         async with asyncio.TaskGroup() as tasks:
             linking = tasks.create_task(self._link.run())
-            upkeep = [*self._control.start(tasks, self._renew), tasks.create_task(self._watchdog.run())]
-            server = await self._serve_admin(tasks, listener)
+            view = LinkedCell(self._link, self._control.supervisor.fault_of)
+            upkeep = [*self._control.start(tasks, self._renew, view), tasks.create_task(self._watchdog.run())]
+            server = await self._serve_admin(tasks, listener, view)
             if await unless_stopped(stop, self._wait_ready()):
                 self._ready_files.write(ready)
                 settle_garbage_collector()
@@ -120,8 +121,7 @@ class ControlProcess:
             for task in upkeep:
                 task.cancel()
 
-    async def _serve_admin(self, tasks: asyncio.TaskGroup, listener: socket.socket) -> QuietServer:
-        view = LinkedCell(self._link, self._control.supervisor.fault_of)
+    async def _serve_admin(self, tasks: asyncio.TaskGroup, listener: socket.socket, view: LinkedCell) -> QuietServer:
         app = await self._control.admin_app(view)
         server = admin_server(app, lambda: self._parts.new_name("req"), self._options.config.gateway)
         tasks.create_task(server.serve(sockets=[listener]))

@@ -17,7 +17,10 @@ from weir.control.bootstrap import BootstrapSecrets, bootstrap, draft_keys, show
 from weir.control.cell_view import CellView
 from weir.control.commands import Commands
 from weir.control.declared_models import DeclaredModels
+from weir.control.evaluation import Evaluator
 from weir.control.refresh import PERIOD_S, Refresh
+from weir.control.rollout_commands import RolloutCommands
+from weir.control.rollout_loop import RolloutLoop
 from weir.control.supervisor import FleetReports, Supervisor
 from weir.core.registry.model import EngineKind
 from weir.core.registry.snapshot import Snapshot
@@ -54,6 +57,8 @@ class ControlSide:
         config = parts.config
         self.engines = EngineClients(config.engine)
         self.commands = Commands(parts.stores.catalog, self._publish, parts.clock, parts.entropy)
+        self.rollouts = RolloutCommands(self.commands, parts.clock, parts.entropy)
+        self.rollout_loop: RolloutLoop | None = None  # once it is started
         self.artifacts = ArtifactsOffLoop(ArtifactStore(parts.stores.directory.path / "artifacts"))
         directory = parts.stores.directory
         secret = directory.secret(DEVELOPMENT_KEY_SECRET, parts.entropy)
@@ -97,11 +102,21 @@ class ControlSide:
         await self._put_in_force(await asyncio.to_thread(snapshot.serving, self._pools))
         return Acknowledgement(snapshot.version)
 
-    def start(self, tasks: asyncio.TaskGroup, renew: Callable[[], None]) -> list[asyncio.Task[Any]]:
-        """Keep the engines, which stop as that is cancelled, and what is in force, which `renew` hears was checked."""
+    def start(self, tasks: asyncio.TaskGroup, renew: Callable[[], None], view: CellView) -> list[asyncio.Task[Any]]:
+        """Keep the engines, which stop as that is cancelled, what is in force, which `renew` hears was checked, and rollouts.
+
+        view: of the cell, by which rollouts are decided.
+        """
         valid_s = self._parts.config.link.snapshot_valid_ms / 1e3
         refresh = Refresh(self.commands, renew, min(PERIOD_S, valid_s / _CHECKS_WHILE_VALID))
-        return [tasks.create_task(self.supervisor.run()), tasks.create_task(refresh.run())]
+        rollout_loop = self.rollout_loop = self._make_rollout_loop(view)
+        return [tasks.create_task(loop.run()) for loop in (self.supervisor, refresh, rollout_loop)]
+
+    def _make_rollout_loop(self, view: CellView) -> RolloutLoop:
+        evaluator = Evaluator(self.artifacts, self.supervisor, self.engines.of, self.commands)
+        loop = RolloutLoop(self.commands, self.rollouts, view, self.supervisor, evaluator, self._parts.clock)
+        loop.on_decided = self._parts.telemetry.rollout_decided
+        return loop
 
     async def admin_app(self, view: CellView) -> Any:
         """The management application; its framework takes a second to import, so this runs off the loop."""

@@ -85,6 +85,7 @@ class Supervisor:
         self._pools: dict[str, _PoolKeeping] = {}
         self._ready: dict[str, asyncio.Event] = {}  # by revision
         self._condemned: dict[str, asyncio.Event] = {}
+        self._answering: dict[str, ReplicaAddress] = {}
         self._life = f"{life}-" if life else ""
         self._serial = 0
         self.announce: Callable[[str], None] = lambda line: None
@@ -113,6 +114,10 @@ class Supervisor:
         """Why the pool's last start or replica failed, if it did. None also for a pool that is not kept."""
         keeping = self._pools.get(pool)
         return keeping.last_fault if keeping is not None else None
+
+    def ready_of(self, pool: str) -> list[ReplicaAddress]:
+        """The replicas of a pool that answered their last probe."""
+        return [address for address in self._answering.values() if address.pool == pool]
 
     async def wait_ready(self) -> bool:
         """True, once every revision that has a pool which is not on demand had a ready replica in one of them."""
@@ -252,10 +257,12 @@ class Supervisor:
                     address = _large_enough(await engine.probe(address), keeping.revision)
                     if cold:
                         address, cold = await self._try_warm_up(keeping, address), False
+                    self._answering[address.name] = address
                     self._fleet.answered(address)
                     self._tell_ready(keeping)
                 except errors.EngineFault as fault:
                     self._tell(keeping, address, fault.detail)
+                    self._answering.pop(address.name, None)
                     address = msgspec.structs.replace(address, kv_tokens=None)  # it may come back with other memory
                     self._fleet.doubted(keeping.pool.name, address.name)
                 try:
@@ -265,6 +272,7 @@ class Supervisor:
                     continue
         finally:
             del self._condemned[address.name]
+            self._answering.pop(address.name, None)
 
     def _tell_ready(self, keeping: _PoolKeeping) -> None:
         if not keeping.was_ready:
