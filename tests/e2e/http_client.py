@@ -364,9 +364,9 @@ def is_at_rest(cell: RunningCell) -> bool:
     )
 
 
-def wait_until(reached: Callable[[], bool]) -> None:
-    """Ask until it is so. Raises AssertionError after WAIT_S."""
-    deadline = time.monotonic() + WAIT_S
+def wait_until(reached: Callable[[], bool], bound_s: float = WAIT_S) -> None:
+    """Ask until it is so. Raises AssertionError after the bound."""
+    deadline = time.monotonic() + bound_s
     while not reached():
-        assert time.monotonic() < deadline, f"not reached within {WAIT_S} s"
+        assert time.monotonic() < deadline, f"not reached within {bound_s} s"
         time.sleep(0.02)
