@@ -71,6 +71,24 @@ async def test_what_changes_is_said_as_it_does(stand: ControlStand) -> None:
     await until(lambda: not desk.states, "it is gone")
 
 
+async def test_a_pool_that_is_withdrawn_is_so_at_once_and_in_every_replay(stand: ControlStand) -> None:
+    """A pool that control keeps no more takes no new work, for the coordinator that hears it and for the next one."""
+    paths = stand.links.path(), stand.links.path()
+    first = await stand.desk(path=paths[0])
+    control = stand.control(*paths)
+    serve_one(control)
+    serve_one(control, "behind-life-1", BEHIND, "http://engine")
+    await control.start()
+    await until(lambda: len(first.states) == 2, "both are there")
+    control.fleet.gone("behind", "behind-life-1")
+    control.fleet.withdraw("behind")
+    await until(lambda: [view.name for view in first.fleet.pools_of("rev")] == ["pool"], "it is withdrawn")
+    await first.stop()
+    second = await stand.desk(2, path=paths[1])
+    await until(lambda: second.states == {"pool-life-1": READY}, "the next one has the rest")
+    assert [view.name for view in second.fleet.pools] == ["pool"] and control.fleet.pools == {"pool"}
+
+
 async def test_a_renewal_that_ran_out_is_not_said_again(stand: ControlStand) -> None:
     """A coordinator that is found late is told what is left of the time, and nothing where none is."""
     control = stand.control(stand.links.directory / "later")

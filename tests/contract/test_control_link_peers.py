@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.contract.control_stand import (
+    BEHIND,
     POOL,
     ControlStand,
     StandingDesk,
@@ -21,6 +22,7 @@ from weir import errors
 from weir.core.registry.model import Pool
 from weir.core.registry.snapshot_parts import WholePart
 from weir.core.routing.replica import ReplicaState
+from weir.link import frames
 from weir.link.channel import Channel
 from weir.link.control_messages import (
     AnswerPart,
@@ -118,10 +120,42 @@ async def test_a_drained_replica_is_idle_once_the_coordinator_says_so(stand: Con
     await until(lambda: desk.states == {"pool-life-1": READY}, "it is ready")
     desk.host.counts = {"pool": 1}
     control.fleet.drain("pool", "pool-life-1")
-    assert control.fleet.running_in("pool") == 1
+    assert not control.fleet.is_idle("pool")
     await until(lambda: desk.states == {"pool-life-1": DRAINING}, "it is drained")
     desk.host.counts = {}
-    await until(lambda: control.fleet.running_in("pool") == 0, "nothing runs there")
+    await until(lambda: control.fleet.is_idle("pool"), "nothing runs there")
+
+
+async def test_a_drained_replica_is_unused_once_the_coordinator_says_so(stand: ControlStand) -> None:
+    """What runs on a replica that control lets go keeps it from being stopped, however busy or idle its pool is."""
+    desk, control = await stand.linked()
+    serve_one(control)
+    serve_one(control, "pool-life-2")
+    await until(lambda: [*desk.states.values()] == [READY, READY], "both are ready")
+    desk.host.counts = {"pool": 2}
+    lane = desk.fleet.pool("pool").replicas["pool-life-1"].take_lane()
+    control.fleet.drain("pool", "pool-life-1")
+    control.fleet.drain("pool", "pool-life-2")
+    assert not control.fleet.is_unused("pool", "pool-life-2")
+    await until(lambda: control.fleet.is_unused("pool", "pool-life-2"), "nothing runs on the second")
+    assert not control.fleet.is_unused("pool", "pool-life-1") and not control.fleet.is_idle("pool")
+    desk.fleet.pool("pool").replicas["pool-life-1"].free_lane(lane)
+    await until(lambda: control.fleet.is_unused("pool", "pool-life-1"), "nor on the first")
+
+
+async def test_an_older_coordinator_is_told_what_it_understands(stand: ControlStand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that knows of no withdrawn pools hears of none, and where only pools are counted, those say what is unused."""
+    monkeypatch.setattr(frames, "NEWEST_VERSION", frames.WITHDRAWING_VERSION - 1)
+    desk, control = await stand.linked()
+    control.fleet.add_pool(BEHIND)
+    control.fleet.withdraw("behind")
+    serve_one(control)
+    await until(lambda: desk.states == {"pool-life-1": READY}, "what follows arrives")
+    assert [view.name for view in desk.fleet.pools_of("rev")] == ["pool", "behind"]
+    control.fleet.counted(Counted({"pool": 1}))
+    assert not control.fleet.is_unused("pool", "pool-life-1")
+    control.fleet.counted(Counted({"pool": 0}))
+    assert control.fleet.is_unused("pool", "pool-life-1")
 
 
 async def test_control_waits_for_a_coordinator(stand: ControlStand) -> None:
@@ -132,12 +166,12 @@ async def test_control_waits_for_a_coordinator(stand: ControlStand) -> None:
     await control.start()
     with pytest.raises(errors.CoordinatorLost):
         await control.ask()
-    assert control.fleet.running_in("pool") == 1
+    assert not control.fleet.is_idle("pool")
     desk = await stand.desk(path=path)
     await until(lambda: control.end.is_linked, "it is found")
-    assert control.fleet.running_in("pool") == 0
+    assert control.fleet.is_idle("pool")
     desk.host.counts = {"pool": 3}
-    await until(lambda: control.fleet.running_in("pool") == 3, "it is counted")
+    await until(lambda: not control.fleet.is_idle("pool"), "it is counted")
 
 
 PART = WholePart(0, 1, is_last=True)

@@ -147,7 +147,7 @@ async def register_earlier_model(database: Path) -> None:
         AuditEntry(0, "bootstrap", "models.register", "models", "{}"),
         aliases=[Alias("completion", "old@1", 64)],
         revisions=[revision],
-        pools=[Pool("completion", "old@1", 1, 2, on_demand=True)],
+        pools=[Pool("completion", "old@1", 1, 2, on_demand=True, declared=True)],
     )
     await catalog.apply((await catalog.load()).version, change)
     await catalog.aclose()

@@ -72,6 +72,11 @@ class Fittings:
     paces: Sequence[ReplicaPace] = ()
     config: CoordinatorConfig = field(default_factory=CoordinatorConfig)
 
+    @property
+    def spec(self) -> Spec:
+        """Of the configuration."""
+        return Spec(tenants=30, pools=[Pool(name, REVISION.id, self.replicas, lanes) for name, lanes in self.pools.items()])
+
 
 @dataclass(slots=True)
 class Question:
@@ -122,18 +127,18 @@ class Stand:
         parts = CoordinatorParts(
             clock, config, self.fleet, recovered.book, recovered.journal, self.executions, rejections, Telemetry()
         )
-        self.coordinator = Coordinator(parts, first_snapshot(Spec(tenants=30)))
-        for pool, lanes in fittings.pools.items():
-            self._furnish(pool, lanes, fittings)
+        self.coordinator = Coordinator(parts, first_snapshot(fittings.spec))
+        for pool in fittings.spec.kept_pools:
+            self._furnish(pool, fittings)
         self.link = self.coordinator.connect(Register("gateway"), self)
 
-    def _furnish(self, pool: str, lanes: int, fittings: Fittings) -> None:
-        self.fleet.add_pool(Pool(pool, REVISION.id, fittings.replicas, lanes))
+    def _furnish(self, pool: Pool, fittings: Fittings) -> None:
+        self.fleet.add_pool(pool)
         paces = [*fittings.paces, *[None] * fittings.replicas]
         for number in range(fittings.replicas):
-            name = f"{pool}-{number}"
-            address = ReplicaAddress(name, pool, REVISION.id, EngineKind.SIMULATED, "", "model", 100_000)
-            self.fleet.add(name, pool, lanes)
+            name = f"{pool.name}-{number}"
+            address = ReplicaAddress(name, pool.name, REVISION.id, EngineKind.SIMULATED, "", "model", 100_000)
+            self.fleet.add(name, pool.name, pool.concurrency)
             self.fleet.answered(msgspec.structs.replace(address, kv_tokens=fittings.kv_tokens, pace=paces[number]))
 
     def ask(self, tenant: int = 0, seconds: tuple[float, float] | None = None, **changes: Any) -> Question:
@@ -204,7 +209,7 @@ def play(script: Callable[[Stand], Awaitable[None]], fittings: Fittings) -> None
 
     async def scene() -> None:
         ledger = MemoryLedger()
-        recovered = await recover(ledger, StepClock(virtual_loop()), first_snapshot(Spec(tenants=30)), GROUP_MS)
+        recovered = await recover(ledger, StepClock(virtual_loop()), first_snapshot(fittings.spec), GROUP_MS)
         stand = Stand(ledger, recovered, fittings)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(stand.coordinator.run())

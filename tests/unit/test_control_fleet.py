@@ -15,6 +15,7 @@ from weir.link.control_messages import (
     Demanded,
     FleetReport,
     PoolKept,
+    PoolWithdrawn,
     ReplicaAdded,
     ReplicaAnswered,
     ReplicaDoubted,
@@ -226,3 +227,43 @@ def test_a_replay_that_names_not_all_that_it_speaks_of_changes_nothing(kept: Kep
     with pytest.raises(errors.LinkFault) as refused:
         kept.replay(PoolKept(POOL), report)
     assert not refused.value.is_final and kept.names() == {"one-1"} and len(list(kept.fleet.pools)) == 1
+
+
+# ── pools that go ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_pool_that_is_withdrawn_takes_no_new_work_until_it_is_named_again(kept: Kept) -> None:
+    """Protects requests from a pool that control let go of; what it never named it cannot withdraw."""
+    kept.controlled.apply(ReplicaGone("behind", "one-1"))
+    kept.controlled.apply(PoolWithdrawn("behind"))
+    assert kept.fleet.pools_of("rev") == ()
+    kept.controlled.apply(PoolKept(BEHIND))
+    assert [view.name for view in kept.fleet.pools_of("rev")] == ["behind"]
+    with pytest.raises(errors.LinkFault):
+        kept.controlled.apply(PoolWithdrawn("unknown"))
+
+
+def test_a_pool_does_not_change_its_revision_beside_a_replay(kept: Kept) -> None:
+    """Protects the coordinator from a control that says so: it is a fault of the link, not an assertion."""
+    with pytest.raises(errors.LinkFault):
+        kept.controlled.apply(PoolKept(Pool("behind", "next", 1, 2, urls=(URL,))))
+    assert [view.name for view in kept.fleet.pools_of("rev")] == ["behind"]
+
+
+def test_an_engine_that_was_drained_is_not_taken_over(kept: Kept) -> None:
+    """Protects a pool that the next life keeps: its replica takes work, which the one that was drained never does again."""
+    kept.controlled.apply(ReplicaDrained("behind", "one-1"))
+    kept.replay(*behind("two-1"))
+    assert kept.names() == {"two-1"} and kept.replica("behind", "two-1").state is ReplicaState.READY
+
+
+def test_a_drained_replica_is_unused_once_nothing_runs_there(kept: Kept) -> None:
+    """Protects what still runs from control, which hears it by its own names; of others it is not said."""
+    kept.replay(*behind("two-1"))
+    assert kept.controlled.unused() == ()
+    kept.controlled.apply(ReplicaDrained("behind", "two-1"))
+    assert kept.controlled.unused() == ()
+    kept.replica("behind", "one-1").free_lane(0)
+    assert kept.controlled.unused() == ("two-1",)
+    kept.fleet.carries = lambda pool, replica: (pool, replica) == ("behind", "one-1")
+    assert kept.controlled.unused() == ()

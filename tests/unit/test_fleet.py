@@ -214,3 +214,28 @@ def test_an_empty_pool_may_serve_another_revision(fleet: Fleet) -> None:
         fleet.gone("pool", name)
     fleet.add_pool(Pool("pool", "next", 2, 2))
     assert fleet.pools_of("rev") == () and [view.name for view in fleet.pools_of("next")] == ["pool"]
+
+
+def test_a_pool_is_idle_and_a_replica_unused_where_nothing_runs_or_is_expected_to(fleet: Fleet) -> None:
+    """Protects what runs from being stopped: lanes count, and whatever the coordinator has there without a lane."""
+    fleet.answered(_address("a"))
+    [pool] = fleet.pools
+    assert fleet.is_idle("pool") and fleet.is_unused("pool", "a")
+    pool.replicas["a"].take_lane()
+    assert (fleet.is_idle("pool"), fleet.is_unused("pool", "a"), fleet.is_unused("pool", "b")) == (False, False, True)
+    pool.replicas["a"].free_lane(0)
+    fleet.carries = lambda pool, replica: replica in (None, "b")
+    assert (fleet.is_idle("pool"), fleet.is_unused("pool", "a"), fleet.is_unused("pool", "b")) == (False, True, False)
+    assert fleet.is_unused("pool", "gone")
+
+
+def test_a_pool_that_only_an_old_request_names_is_remembered(fleet: Fleet) -> None:
+    """Protects a request that outlived its pool: it has a place to wait, where nobody else is sent, until control names it."""
+    fleet.remember("pool", "rev")
+    fleet.remember("former", "old")
+    assert [view.name for view in fleet.pools] == ["pool", "former"] and fleet.pools_of("old") == ()
+    view = fleet.pool("former")
+    assert [each.is_kept for each in fleet.pools] == [True, False]
+    fleet.add_pool(Pool("former", "old", 1, 4))
+    assert fleet.pools_of("old") == (view,) and view.pool.concurrency == 4
+    assert [each.is_kept for each in fleet.pools] == [True, True]

@@ -64,7 +64,7 @@ async def test_an_idle_replica_takes_no_work_while_it_stops() -> None:
         stopped.set()
 
     supervisor = Supervisor(fleet, Launches(note_stop), lambda kind: engine, EngineConfig(), SystemClock())
-    supervisor.add_pool(POOL, REVISION)
+    supervisor.follow([(POOL, REVISION)])
     supervisor.demand("p")
     running = asyncio.get_running_loop().create_task(supervisor.run())
     try:
@@ -127,7 +127,7 @@ async def kept(engine: Heard, pool: Pool, revision: Revision) -> AsyncIterator[H
     """The fleet of a pool that is kept while the block runs, for half a minute at most."""
     fleet, config = HearingFleet(), EngineConfig(probe_ms=10, restart_backoff_ms=10)
     supervisor = Supervisor(fleet, Launches(lambda: None), lambda kind: engine, config, SystemClock())
-    supervisor.add_pool(pool, revision)
+    supervisor.follow([(pool, revision)])
     running = asyncio.get_running_loop().create_task(supervisor.run())
     try:
         async with asyncio.timeout(30):
@@ -185,7 +185,7 @@ async def test_a_life_is_in_the_names_of_its_replicas() -> None:
     engine, config = Heard(), EngineConfig(probe_ms=10)
     supervisor = Supervisor(fleet, Launches(lambda: None), lambda kind: engine, config, SystemClock(), life="5e1f")
     supervisor.on_located = lambda name, url: located.append((name, url))
-    supervisor.add_pool(URL, REVISION)
+    supervisor.follow([(URL, REVISION)])
     running = asyncio.get_running_loop().create_task(supervisor.run())
     try:
         async with asyncio.timeout(30):
@@ -217,20 +217,19 @@ class LateFleet(Fleet):
         super().drain(pool, name)
         self.asked = 0
 
-    def running_in(self, pool: str) -> int:
-        if self.asked is None:
-            return 0
+    def is_unused(self, pool: str, name: str) -> bool:
+        assert self.asked is not None, "it was not drained"
         self.asked += 1
-        return int(self.asked <= 2)
+        return self.asked > 2
 
 
 async def test_what_an_idle_replica_was_given_in_the_last_moment_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     """Protects the request that a coordinator placed as control drained: the process is stopped once nothing runs there."""
-    monkeypatch.setattr("weir.control.supervisor._IDLE_CHECK_S", 0.01)
+    monkeypatch.setattr("weir.control.replica_upkeep._IDLE_CHECK_S", 0.01)
     fleet, engine, stopped_after = LateFleet(), SimulatedEngine(), asyncio.Queue[int | None]()
     launches = Launches(lambda: stopped_after.put_nowait(fleet.asked))
     supervisor = Supervisor(fleet, launches, lambda kind: engine, EngineConfig(), SystemClock())
-    supervisor.add_pool(POOL, REVISION)
+    supervisor.follow([(POOL, REVISION)])
     supervisor.demand("p")
     running = asyncio.get_running_loop().create_task(supervisor.run())
     try:

@@ -280,7 +280,10 @@ class ReplicaList(View):
 
 
 class PoolShown(View):
-    """A pool; replicas is the wanted number, ready those that serve. tenant: whose it is alone, null where it is shared."""
+    """A pool; replicas is the wanted number, ready those that serve. tenant: whose it is alone, null where it is shared.
+
+    detail: why fewer are ready than wanted, null where that is not known.
+    """
 
     name: str
     revision: str
@@ -293,6 +296,7 @@ class PoolShown(View):
     tenant: str | None
     service_classes: list[ServiceClass]
     input_tokens_max: int | None
+    detail: str | None
 
 
 class PoolList(View):

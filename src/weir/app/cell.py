@@ -122,7 +122,7 @@ class Cell:
         return LinkedFront(parts, coordinator, self._options.gateways, own)
 
     async def _wait_ready(self, front: Front) -> bool:
-        await self._control.supervisor.wait_ready()
+        await self._control.wait_ready()
         return await front.wait_ready()
 
     async def aclose(self) -> None:

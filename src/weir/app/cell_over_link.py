@@ -62,7 +62,8 @@ class LinkedCell:
 
     async def pools(self) -> Sequence[PoolReport]:
         """Every pool."""
-        return await self._link.ask(AskPools(), list[PoolReport])
+        reports = await self._link.ask(AskPools(), list[PoolReport])
+        return [each if each.ready >= each.replicas else replace(each, detail=self._fault_of(each.name)) for each in reports]
 
 
 async def answer_of(view: CellView, question: ViewQuestion) -> Any:

@@ -129,7 +129,7 @@ class ControlProcess:
 
     async def _wait_ready(self) -> bool:
         await self._link.in_force.wait()
-        return await self._control.supervisor.wait_ready()
+        return await self._control.wait_ready()
 
     async def aclose(self) -> None:
         """Nothing is ready any more, and no engine is spoken to."""

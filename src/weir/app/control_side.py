@@ -1,6 +1,7 @@
 """Control's side of a cell, beside the coordinator in one process or in one of its own: catalog, engines, management.
 
-It decides what is approved and keeps the engines; who is told of both is its owner's: a coordinator in this process or a link.
+It decides what is approved and keeps the engines that serve it; who is told of both is its owner's: a coordinator in this
+process or a link. A pool is kept before anybody is told of what it serves, and let go once everybody was told otherwise.
 """
 
 import asyncio
@@ -18,10 +19,12 @@ from weir.control.cell_view import CellView
 from weir.control.commands import Commands
 from weir.control.declared_models import DeclaredModels
 from weir.control.evaluation import Evaluator
+from weir.control.kept_pools import Wanted, kept_pools, stable_revisions
 from weir.control.refresh import PERIOD_S, Refresh
+from weir.control.replica_upkeep import FleetReports
 from weir.control.rollout_commands import RolloutCommands
 from weir.control.rollout_loop import RolloutLoop
-from weir.control.supervisor import FleetReports, Supervisor
+from weir.control.supervisor import Supervisor
 from weir.core.registry.model import EngineKind
 from weir.core.registry.snapshot import Snapshot
 from weir.engines.launcher import LocalLauncher
@@ -53,7 +56,7 @@ class ControlSide:
         self._parts = parts
         self._asked = list(engines)
         self._put_in_force = put_in_force
-        self._pools: set[str] = set()
+        self._declared: dict[str, str] = {}  # revision by pool
         config = parts.config
         self.engines = EngineClients(config.engine)
         self.commands = Commands(parts.stores.catalog, self._publish, parts.clock, parts.entropy)
@@ -71,6 +74,7 @@ class ControlSide:
         )
         self.supervisor = Supervisor(fleet, launcher, self.engines.of, config.engine, parts.clock, life=life)
         self.supervisor.announce = parts.announce
+        self.supervisor.drain_grace_ms = config.coordinator.drain_grace_ms
 
     async def declared(self) -> DeclaredModels:
         """What the engines of this start serve. Raises EngineError."""
@@ -80,27 +84,31 @@ class ControlSide:
         return await declare_models(self._asked, self._parts.config, parts)
 
     async def bootstrap(self, models: DeclaredModels) -> BootstrapSecrets:
-        """Demo catalog on an empty database; the models of this start in any case, whose pools are kept from now on."""
+        """Demo catalog on an empty database, and the models of this start in any case. What serves is kept from now on."""
         stores = self._parts.stores
         if not stores.directory.bootstrap_keys:
             stores.directory.keep_bootstrap_keys(draft_keys(self._parts.entropy))
+        self._declared = {pool.name: pool.revision for pool in models.pools}
         await bootstrap(self.commands, models, stores.directory.bootstrap_keys)
-        for pool in models.pools:
-            revision = next(entry for entry in models.revisions if entry.id == pool.revision)
-            self._pools.add(pool.name)
-            self.supervisor.add_pool(pool, revision)
-        await self.commands.refresh()
         return shown_secrets(await stores.catalog.load(), stores.directory.bootstrap_keys)
 
     @property
     def snapshot(self) -> Snapshot:
-        """What is approved now. What an earlier start declared stays on record, but only the pools of this one are served."""
-        return self.commands.published.serving(self._pools)
+        """What is approved now, as far as it is kept: what an earlier start declared, or nobody approved, stays on record."""
+        published = self.commands.published
+        return published.serving(_names(kept_pools(published, self._declared)))
 
     async def _publish(self, snapshot: Snapshot) -> Acknowledgement:
         """It is in force everywhere once `confirm` says so."""
-        await self._put_in_force(await asyncio.to_thread(snapshot.serving, self._pools))
+        wanted = kept_pools(snapshot, self._declared)
+        self.supervisor.keep(wanted)
+        await self._put_in_force(await asyncio.to_thread(snapshot.serving, _names(wanted)))
+        self.supervisor.follow(wanted, {revision.id for revision in snapshot.revisions.values() if revision.revoked})
         return Acknowledgement(snapshot.version)
+
+    async def wait_ready(self) -> bool:
+        """True, once whatever aliases mean has a ready replica, unless it starts on demand."""
+        return await self.supervisor.wait_ready(stable_revisions(self.snapshot))
 
     def start(self, tasks: asyncio.TaskGroup, renew: Callable[[], None], view: CellView) -> list[asyncio.Task[Any]]:
         """Keep the engines, which stop as that is cancelled, what is in force, which `renew` hears was checked, and rollouts.
@@ -130,6 +138,10 @@ class ControlSide:
     async def aclose(self) -> None:
         """No engine is spoken to any more."""
         await self.engines.aclose()
+
+
+def _names(wanted: Sequence[Wanted]) -> set[str]:
+    return {pool.name for pool, _ in wanted}
 
 
 def aliases_of(snapshot: Snapshot) -> list[dict[str, str]]:

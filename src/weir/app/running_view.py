@@ -96,24 +96,31 @@ class RunningCell:
 
     async def pools(self) -> Sequence[PoolReport]:
         """Every pool."""
-        return sorted(map(self._pool, self._fleet.pools), key=lambda report: report.name)
+        shown = (view for view in self._fleet.pools if _is_there(view, self._coordinator))
+        return sorted(map(self._pool, shown), key=lambda report: report.name)
 
     def _pool(self, view: PoolView) -> PoolReport:
         pool = view.pool
-        ready = [replica for replica in view.replicas.values() if replica.state is ReplicaState.READY]
+        replicas, ready = pool.replicas_wanted, sum(each.state is ReplicaState.READY for each in view.replicas.values())
         return PoolReport(
             name=pool.name,
             revision=pool.revision,
-            replicas=len(pool.urls) or pool.replicas,
-            ready=len(ready),
+            replicas=replicas,
+            ready=ready,
             concurrency=pool.concurrency,
             queued=self._coordinator.queued_in(pool.name),
-            running=self._fleet.running_in(pool.name),
+            running=view.running,
             on_demand=pool.on_demand,
             tenant=pool.tenant,
             service_classes=pool.service_classes,
             input_tokens_max=pool.input_tokens_max,
+            detail=None if ready >= replicas else self._fault_of(pool.name),
         )
+
+
+def _is_there(view: PoolView, coordinator: Coordinator) -> bool:
+    """Whether anybody keeps a pool, or something of it is left."""
+    return view.is_kept or bool(view.replicas) or coordinator.queued_in(view.name) > 0
 
 
 def gauges_of(
@@ -125,7 +132,7 @@ def gauges_of(
     yield "weir_open_holds", "Holds that have not ended.", {}, book.open_holds
     yield "weir_live_executions", "Executions that are not quiet yet.", {}, executions.live_count
     yield "weir_journal_backlog", "Ledger records that are not durable yet.", {}, backlog()
-    for pool in list(fleet.pools):
+    for pool in [view for view in list(fleet.pools) if _is_there(view, coordinator)]:
         labels = {"revision": pool.revision, "pool": pool.name}
         yield "weir_queue_entries", "Admitted requests that wait.", labels, coordinator.queued_in(pool.name)
         replicas = list(pool.replicas.values())

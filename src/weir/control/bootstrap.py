@@ -2,7 +2,8 @@
 
 The keys are drafted before anything is stored, so that their owner can write them to a private file first; a crash in between
 leaves an empty store and a draft that the next start uses. On a store that has tenants or administrators nothing but
-the declared revisions, aliases and pools is touched. Everything is audited as the actor `bootstrap`.
+the declared revisions, aliases and pools is touched, and of those nothing that administrators made or promoted. Everything is
+audited as the actor `bootstrap`.
 """
 
 from collections.abc import Mapping
@@ -10,12 +11,11 @@ from typing import TypedDict
 
 from weir.control.commands import Commands
 from weir.control.credentials import Credential, credential_of, new_credential
-from weir.control.declared_models import DeclaredModels, changed_models, summary_of_models
+from weir.control.declared_models import ACTOR, DeclaredModels, changed_models, summary_of_models
 from weir.core.metering import Price
 from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Role, Scope, ServiceClass, Tenant
 from weir.ports import AuditEntry, Catalog, CatalogChange, Entropy
 
-ACTOR = "bootstrap"
 ADMIN = "admin"
 DEMO_PRICE = Price(1, input_microusd=200_000, cached_input_microusd=50_000, output_microusd=600_000)
 DEMO_TENANTS = ("acme", "globex")

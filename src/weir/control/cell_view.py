@@ -47,7 +47,8 @@ class ReplicaReport:
 class PoolReport:
     """A pool as an administrator sees it. replicas: wanted; ready: serving in full; queued: admitted requests that wait.
 
-    tenant: None where it is shared. input_tokens_max: None for no bound.
+    tenant: None where it is shared. input_tokens_max: None for no bound. detail: why fewer are ready than wanted, if that is
+    known.
     """
 
     name: str
@@ -61,6 +62,7 @@ class PoolReport:
     tenant: str | None = None
     service_classes: Sequence[ServiceClass] = tuple(ServiceClass)
     input_tokens_max: Tokens | None = None
+    detail: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

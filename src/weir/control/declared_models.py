@@ -1,14 +1,18 @@
 """Models that are registered together, and what of them is new.
 
-Pure. Declaring a revision again never brings a revoked one back, and never replaces a price that was set.
+Pure. Declaring a revision again never brings a revoked one back, and never replaces a price that was set. Declaring an alias
+again never takes it from a revision that administrators registered and promoted, nor from a rollout.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weir import errors
 from weir.core.registry.model import Alias, Pool, Revision
 from weir.ports import Catalog
+
+ACTOR = "bootstrap"
+"""Who registers what a start declares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +30,27 @@ class DeclaredModels:
 
 
 def changed_models(catalog: Catalog, models: DeclaredModels) -> DeclaredModels:
-    """What of the declared models differs from the catalog. A revocation and the price schedule stay.
+    """What of the declared models differs from the catalog. A revocation, prices, and what administrators promoted stay.
 
-    Raises InvalidRequest where an alias or a pool names a revision that is neither declared nor known.
+    Raises InvalidRequest where an alias or a pool names a revision that is neither declared nor known, or a pool is another's.
     """
     known = {revision.id: revision for revision in catalog.revisions}
     revisions = [_kept(revision, known.get(revision.id)) for revision in models.revisions]
     _check_named(models, known.keys() | {revision.id for revision in revisions})
+    _check_pools(models, catalog)
     return DeclaredModels(
         tuple(entry for entry in revisions if entry != known.get(entry.id)),
-        tuple(alias for alias in models.aliases if alias not in catalog.aliases),
+        tuple(alias for alias in models.aliases if alias not in catalog.aliases and not _is_taken(alias, catalog, known)),
         tuple(pool for pool in models.pools if pool not in catalog.pools),
     )
+
+
+def _is_taken(declared: Alias, catalog: Catalog, known: Mapping[str, Revision]) -> bool:
+    """Whether administrators made more of the alias than a start did: a rollout runs, or they registered what it means."""
+    for stored in catalog.aliases:
+        if (stored.tenant, stored.name) == (declared.tenant, declared.name):
+            return stored.canary is not None or known[stored.revision].registered_by not in (None, ACTOR)
+    return False
 
 
 def _check_named(models: DeclaredModels, ids: set[str]) -> None:
@@ -46,6 +59,14 @@ def _check_named(models: DeclaredModels, ids: set[str]) -> None:
         if revision not in ids:
             members = {"field": "revision", "accepted": sorted(ids)}
             raise errors.InvalidRequest(f"{name!r} names a revision that is not registered.", members=members)
+
+
+def _check_pools(models: DeclaredModels, catalog: Catalog) -> None:
+    made = {pool.name for pool in catalog.pools if not pool.declared}
+    for pool in models.pools:
+        if pool.declared and pool.name in made:
+            members = {"field": f"pools.{pool.name}", "accepted": "a name that no administrator gave to a pool"}
+            raise errors.InvalidRequest(f"There is a pool {pool.name!r} that an administrator made.", members=members)
 
 
 def _kept(declared: Revision, stored: Revision | None) -> Revision:

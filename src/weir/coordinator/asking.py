@@ -1,9 +1,13 @@
-"""A gateway's request for a grant, as admission sees it, and a refusal as its gateway does."""
+"""A gateway's request for a grant, as admission sees it, the pools that may take it, and a refusal as its gateway does."""
 
 from weir import errors
+from weir.coordinator.fleet import Fleet, PoolView
 from weir.coordinator.sessions import Session
 from weir.core.admission import Asked
+from weir.core.metering import InputBasis
+from weir.core.registry.model import Revision
 from weir.core.registry.snapshot import Snapshot
+from weir.core.routing.pools import accepting
 from weir.core.tenancy import Principal
 from weir.messages import Acquire, GenerationRecord, Rejected, StandingView
 
@@ -31,6 +35,27 @@ def check_asked(asked: Acquire, session: Session, snapshot: Snapshot) -> None:
     has_class = any(row.name == asked.workload_class for row in snapshot.workload_classes)
     if session.has(asked.ref) or not (is_known and has_class):
         raise errors.LinkFault("A gateway asks for what it cannot ask.")
+
+
+def takers_of(asked: Acquire, fleet: Fleet, snapshot: Snapshot) -> tuple[list[PoolView], Revision]:
+    """The pools that may take it, one or more, and its revision. Raises UnknownAlias, InputTooLong or NoCapacity.
+
+    A pool that the snapshot has no more goes away, and takes nothing new. Where the revision has no other one, it takes what a
+    gateway pinned to it before it heard of that.
+    """
+    revision, tenant = snapshot.revisions.get(asked.revision), snapshot.tenants.get(asked.tenant)
+    views = fleet.pools_of(asked.revision)
+    if not views or revision is None or tenant is None:
+        raise errors.UnknownAlias("No pool serves the revision behind this alias.")
+    offered = [view.pool for view in views if view.name in snapshot.pools]
+    pools = accepting(
+        offered or [view.pool for view in views],
+        asked.tenant,
+        leaves_its_pools=tenant.leaves_its_pools,
+        service_class=asked.service_class,
+        input_tokens=asked.input_tokens if asked.input_basis is InputBasis.EXACT else None,
+    )
+    return [fleet.pool(pool.name) for pool in pools], revision
 
 
 def rejection_of(

@@ -19,7 +19,7 @@ from typing import Any
 
 from weir import errors
 from weir.config import CoordinatorConfig, LinkConfig
-from weir.coordinator.asking import check_asked, question_of, rejection_of
+from weir.coordinator.asking import check_asked, question_of, rejection_of, takers_of
 from weir.coordinator.blame import Blame, fingerprint_of
 from weir.coordinator.canaries import Canaries
 from weir.coordinator.dispatcher import Dispatcher, Offer, Turns
@@ -42,11 +42,9 @@ from weir.core.endings import FinishReason
 from weir.core.ledger import reservation
 from weir.core.ledger.book import Book, Taken
 from weir.core.ledger.records import ExecutionId
-from weir.core.metering import InputBasis
 from weir.core.registry.snapshot import Snapshot
 from weir.core.request import Admit as AdmitEvent
 from weir.core.request import Dispatched, FirstOutput, Queued, Received, advance
-from weir.core.routing.pools import accepting
 from weir.core.tenancy import scopes_of
 from weir.messages import (
     Acquire,
@@ -141,6 +139,7 @@ class Coordinator:
             AskStanding: self._queries.on_ask_standing,
         }
         self._fleet.on_change = self._fleet_changed
+        self._fleet.carries = parts.executions.carries
         if parts.kept is not None:
             self._takeover.restore(parts.kept, snapshot)
             self._stop_what_is_revoked()
@@ -335,20 +334,8 @@ class Coordinator:
 
     def _offer(self, asked: Acquire) -> Offer:
         """The best of the pools that may take a request. Raises UnknownAlias, InputTooLong or NoCapacity."""
-        views, revision = self._fleet.pools_of(asked.revision), self._snapshot.revisions.get(asked.revision)
-        tenant = self._snapshot.tenants.get(asked.tenant)
-        if not views or revision is None or tenant is None:
-            raise errors.UnknownAlias("No pool serves the revision behind this alias.")
-        is_exact = asked.input_basis is InputBasis.EXACT
-        pools = accepting(
-            [view.pool for view in views],
-            asked.tenant,
-            leaves_its_pools=tenant.leaves_its_pools,
-            service_class=asked.service_class,
-            input_tokens=asked.input_tokens if is_exact else None,
-        )
-        workload = self._snapshot.workload_class(asked.workload_class)
-        return self._dispatcher.offer([self._fleet.pool(pool.name) for pool in pools], asked, revision, workload)
+        pools, revision = takers_of(asked, self._fleet, self._snapshot)
+        return self._dispatcher.offer(pools, asked, revision, self._snapshot.workload_class(asked.workload_class))
 
     def _take(self, session: Session, asked: Acquire, admit: Admit, offer: Offer) -> None:
         now_ns = self._clock.monotonic_ns()

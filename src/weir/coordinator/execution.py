@@ -45,6 +45,11 @@ class Placement(msgspec.Struct):
     is_unplaced: bool = False
     is_withheld: bool = False
 
+    @property
+    def holds_lane(self) -> bool:
+        """Whether its replica may still run it."""
+        return self.lane is not None or self.is_unplaced
+
 
 class Assignment(msgspec.Struct, frozen=True):
     """What an execution is evidence of. window: of the step of a rollout at which it was admitted."""
@@ -118,7 +123,11 @@ class Execution(msgspec.Struct):
     @property
     def holds_lane(self) -> bool:
         """Whether an engine may still run something for it, also for an attempt that was lost."""
-        return any(placement.lane is not None or placement.is_unplaced for placement in self.placements)
+        return any(placement.holds_lane for placement in self.placements)
+
+    def is_on(self, replica: str) -> bool:
+        """Whether this replica may still run something for it."""
+        return any(placement.holds_lane and placement.replica.name == replica for placement in self.placements)
 
     @property
     def waits_for_ledger_since_ns(self) -> Nanos | None:

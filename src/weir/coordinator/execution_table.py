@@ -59,6 +59,11 @@ class ExecutionTable:
         """Executions of which something is pending: not ended, not durable, or the engine not stopped. A copy's iterator."""
         return iter(list(self._live.values()))
 
+    def carries(self, pool: str, replica: str | None = None) -> bool:
+        """Whether anything of a pool's is live, or on one of its replicas; also what no gateway has told of so far."""
+        live = (execution for execution in self.live if execution.pool == pool)
+        return any(replica is None or execution.is_on(replica) for execution in live)
+
     @property
     def live_count(self) -> int:
         """How many are live."""

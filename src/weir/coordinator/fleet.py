@@ -24,12 +24,16 @@ START_EXPECTED_MS: Millis = 5_000
 
 @dataclass(slots=True)
 class PoolView:
-    """A pool and its replicas by name. lanes: their sums. pace: of the quickest of them when idle, None while none is known."""
+    """A pool and its replicas by name. lanes: their sums. pace: of the quickest of them when idle, None while none is known.
+
+    is_kept: whether anybody keeps replicas for it.
+    """
 
     pool: Pool
     replicas: dict[str, Replica] = field(default_factory=dict)
     lanes: LaneSums = field(default_factory=LaneSums)
     pace: ReplicaPace | None = None
+    is_kept: bool = False
     _paces: dict[str, ReplicaPace] = field(default_factory=dict)
 
     @property
@@ -98,6 +102,8 @@ class Fleet:
         self.on_state: Callable[[Replica, ReplicaState, str], None] = lambda replica, before, why: None
         self.on_known: Callable[[Replica, ReplicaAddress], None] = lambda replica, address: None
         """Told when a replica's address is learnt, before it takes any work."""
+        self.carries: Callable[[str, str | None], bool] = lambda pool, replica: False
+        """Whether a coordinator has anything of a pool's, or on one of its replicas, also what takes no lane so far."""
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
@@ -116,17 +122,27 @@ class Fleet:
         view = self._pools.get(pool.name)
         if view is None:
             view = self._pools[pool.name] = PoolView(pool)
-        else:
-            assert view.revision == pool.revision or not view.replicas
-            self.withdraw(pool.name)
-            view.pool = pool
-        self._pools_of_revision[pool.revision] = (*self.pools_of(pool.revision), view)
+        elif view.revision != pool.revision:
+            assert not view.replicas
+            self._unlist(view)
+        view.pool, view.is_kept = pool, True
+        listed = self.pools_of(pool.revision)
+        if all(each is not view for each in listed):
+            self._pools_of_revision[pool.revision] = (*listed, view)
 
     def withdraw(self, pool: str) -> None:
         """Nobody keeps replicas for this pool any more: it takes no new work. Idempotent."""
-        revision = self._pools[pool].revision
-        rest = tuple(view for view in self.pools_of(revision) if view.name != pool)
-        self._pools_of_revision[revision] = rest
+        view = self._pools[pool]
+        view.is_kept = False
+        self._unlist(view)
+
+    def _unlist(self, view: PoolView) -> None:
+        self._pools_of_revision[view.revision] = tuple(each for each in self.pools_of(view.revision) if each is not view)
+
+    def remember(self, pool: str, revision: str) -> None:
+        """Something waits or runs in a pool that nobody keeps so far."""
+        if pool not in self._pools:
+            self._pools[pool] = PoolView(Pool(pool, revision, replicas=0, concurrency=1))
 
     def add(self, name: str, pool: str, concurrency: int) -> None:
         """A replica is starting."""
@@ -265,9 +281,14 @@ class Fleet:
         if pool.on_demand:
             self.on_demand(pool.name)
 
-    def running_in(self, pool: str) -> int:
-        """Lanes taken in one pool."""
-        return self._pools[pool].running
+    def is_idle(self, pool: str) -> bool:
+        """Whether nothing runs in a pool, and nothing waits there."""
+        return not self._pools[pool].running and not self.carries(pool, None)
+
+    def is_unused(self, pool: str, name: str) -> bool:
+        """Whether nothing runs on a replica."""
+        replica = self._replica(pool, name)
+        return replica is None or (not replica.running and not self.carries(pool, name))
 
     @property
     def pools(self) -> Iterable[PoolView]:

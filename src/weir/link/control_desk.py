@@ -60,7 +60,7 @@ class ControlledHost(Protocol):
         ...
 
     def running(self) -> Mapping[str, int]:
-        """How many requests run in each pool."""
+        """How many requests run or wait in each pool."""
         ...
 
     async def answer(self, question: Question) -> Any:
@@ -114,7 +114,7 @@ class ControlDesk:
         if session.endpoint.fell_silent(self._heartbeat_ms):
             self._end(session, "it was silent")
         elif session.replay is None:
-            session.endpoint.send(Counted(dict(self._host.running())))
+            session.endpoint.send(self._counted())
         else:
             session.endpoint.beat()
 
@@ -189,7 +189,7 @@ class ControlDesk:
                 case _:
                     self._fleet.apply(message)
                     if isinstance(message, ReplicaDrained):
-                        self._tell(Counted(dict(self._host.running())))  # control stops it once it knows that nothing runs
+                        self._tell(self._counted())  # control stops it once it knows that nothing runs
 
     def _take_part(self, session: _Session, part: WholePart) -> None:
         if part.base not in (0, session.assembly.current.version):
@@ -215,8 +215,11 @@ class ControlDesk:
             return
         self._host.publish(session.snapshot)
         self._fleet.replay(reports)
-        session.endpoint.send(Counted(dict(self._host.running())))
+        session.endpoint.send(self._counted())
         _log.info("control_replayed", life=session.life, version=session.snapshot.version)
+
+    def _counted(self) -> Counted:
+        return Counted(dict(self._host.running()), self._fleet.unused())
 
     def _tell(self, message: ControlDown) -> None:
         """Heard if control's replay is in force; what matters is said again after the next one."""

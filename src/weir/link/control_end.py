@@ -26,6 +26,7 @@ from weir.link.control_messages import (
     Demanded,
     Failed,
     FleetReport,
+    PoolWithdrawn,
     Question,
     Replayed,
     SnapshotRenewed,
@@ -35,7 +36,7 @@ from weir.link.control_messages import (
 )
 from weir.link.control_reports import ReportedFleet
 from weir.link.endpoint import Endpoint
-from weir.link.frames import Frame, Hello, Kind, Role, encode, frame
+from weir.link.frames import WITHDRAWING_VERSION, Frame, Hello, Kind, Role, encode, frame
 from weir.link.gateway_end import Connect
 from weir.ports import Clock
 from weir.units import Millis, ms_from_ns, ns_from_ms
@@ -73,9 +74,9 @@ class _Waiting:
 
 
 class _Session:
-    """One session. told: the snapshot that the coordinator has. is_live: everything was replayed. in_force: it says so.
+    """One session. version: of its messages. told: the snapshot that the coordinator has. is_live: everything was replayed.
 
-    refused: why it was dismissed.
+    is_in_force: the coordinator says so. refused: why it was dismissed.
     """
 
     def __init__(self, channel: Channel, endpoint: Endpoint, welcome: ControlWelcome) -> None:
@@ -143,8 +144,11 @@ class ControlEnd:
             session.endpoint.send(SnapshotRenewed(version, valid_ms))
 
     def _report(self, report: FleetReport) -> None:
-        if self._session is not None and self._session.is_live:
-            self._session.endpoint.send(report)
+        session = self._session
+        if session is None or not session.is_live:
+            return
+        if session.version >= WITHDRAWING_VERSION or not isinstance(report, PoolWithdrawn):
+            session.endpoint.send(report)
 
     async def _tell_snapshot(self, session: _Session) -> None:
         """What differs, reckoned off the event loop: it may be of 100,000 rows."""
@@ -323,7 +327,7 @@ class ControlEnd:
         for message in messages:
             match message:
                 case Counted():
-                    self._fleet.counted(message.running)
+                    self._fleet.counted(message)
                     session.is_in_force = True
                     self.in_force.set()
                 case Demanded():

@@ -3,7 +3,7 @@
 A replica is known by the name that control gave it. An engine behind a URL that ran before control was started again is still
 the same engine: where a replay names a replica at the URL, in the pool and with the concurrency of one that the fleet has, the
 fleet keeps that one under its first name, with its lanes and what runs on them, and every report about the new name is about
-it. Only one that was condemned is not kept. All else that a replay does not name is gone.
+it. Only one that was condemned or drained is not kept. All else that a replay does not name is gone.
 
 A pool may change everything but the revision that it serves while anything of it runs or waits.
 """
@@ -22,6 +22,7 @@ from weir.link.control_messages import (
     Demanded,
     FleetReport,
     PoolKept,
+    PoolWithdrawn,
     ReplicaAdded,
     ReplicaAnswered,
     ReplicaDoubted,
@@ -48,6 +49,8 @@ class KeptFleet(Protocol):
 
     def gone(self, pool: str, name: str) -> None: ...
 
+    def is_unused(self, pool: str, name: str) -> bool: ...
+
     def at_once(self) -> AbstractContextManager[None]: ...
 
 
@@ -62,6 +65,7 @@ class _Kept:
     name_in_fleet: str
     added: ReplicaAdded
     pace: ReplicaPace | None = None
+    is_drained: bool = False
     is_condemned: bool = False
 
     @property
@@ -73,7 +77,7 @@ class _Kept:
         """Whether that is the same engine, which nobody started for it."""
         mine = self.added
         same = (mine.pool, mine.url, mine.concurrency) == (added.pool, added.url, added.concurrency)
-        return bool(added.url) and same and not self.is_condemned
+        return bool(added.url) and same and not (self.is_condemned or self.is_drained)
 
 
 class ControlledFleet:
@@ -125,8 +129,11 @@ class ControlledFleet:
         self._keep([report for report in reports if isinstance(report, ReplicaAdded) and report.pool not in empty])
         for name in self._pools.keys() - {pool.name for pool in pools}:
             self._fleet.withdraw(name)
+        for pool in pools:
+            self._add_pool(pool)
         for report in reports:
-            self.apply(report)
+            if not isinstance(report, PoolKept):
+                self.apply(report)
 
     def _keep(self, named: Sequence[ReplicaAdded]) -> None:
         """Of the replicas that there are, those that are named: by their names, or by where they are."""
@@ -150,10 +157,14 @@ class ControlledFleet:
     # ── reports ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def apply(self, report: FleetReport) -> None:
-        """One report. Raises LinkFault for a pool or a replica that was never named."""
+        """One report. Raises LinkFault for a pool or a replica that was never named, and for a pool's other revision."""
         match report:
             case PoolKept():
+                _refuse_unless(not self._changes_revision(report.pool))
                 self._add_pool(report.pool)
+            case PoolWithdrawn():
+                _refuse_unless(report.pool in self._pools)
+                self._fleet.withdraw(report.pool)
             case ReplicaAdded():
                 self._add(report)
             case ReplicaAnswered():
@@ -161,7 +172,7 @@ class ControlledFleet:
             case ReplicaDoubted():
                 self._fleet.doubted(*self._known(report.name).place)
             case ReplicaDrained():
-                self._fleet.drain(*self._known(report.name).place)
+                self._drain(self._known(report.name))
             case ReplicaGone():
                 self._fleet.gone(*self._known(report.name).place)
                 del self._replicas[report.name]
@@ -181,11 +192,20 @@ class ControlledFleet:
         kept.pace = kept.pace or address.pace
         self._fleet.answered(msgspec.structs.replace(address, name=kept.name_in_fleet, pace=kept.pace))
 
+    def _drain(self, kept: _Kept) -> None:
+        kept.is_drained = True
+        self._fleet.drain(*kept.place)
+
     def _known(self, name: str) -> _Kept:
         _refuse_unless(name in self._replicas)
         return self._replicas[name]
 
     # ── said to control ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def unused(self) -> tuple[str, ...]:
+        """Replicas that control drained and on which nothing runs any more, by its names for them."""
+        drained = [kept for kept in self._replicas.values() if kept.is_drained]
+        return tuple(kept.name for kept in drained if self._fleet.is_unused(*kept.place))
 
     def condemned(self, name_in_fleet: str) -> None:
         """The fleet condemned a replica: control hears it now, or with its next replay."""
@@ -201,4 +221,4 @@ class ControlledFleet:
 
 def _refuse_unless(is_named: bool) -> None:
     if not is_named:
-        raise errors.LinkFault("Control speaks of a pool or a replica that it did not name.")
+        raise errors.LinkFault("Control speaks of a pool or a replica as it did not name it.")

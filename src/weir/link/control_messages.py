@@ -4,7 +4,7 @@ A link begins as a gateway's does: `Hello` with the role of control, then `Contr
 all that it knows, snapshot first, and `Replayed` puts that in force in one step; from there on each side says what changes.
 Nothing is repeated on another link: a link that broke is followed by a new session, which begins with a replay.
 
-Up: whole_part · renewed · pool · added · answered · doubted · drained · gone · replayed · asked.
+Up: whole_part · renewed · pool · withdrawn · added · answered · doubted · drained · gone · replayed · asked.
 Down: counted · demanded · condemned · answer · failed.
 """
 
@@ -40,6 +40,12 @@ class PoolKept(msgspec.Struct, frozen=True, tag="pool"):
     """A pool that control keeps replicas for."""
 
     pool: Pool
+
+
+class PoolWithdrawn(msgspec.Struct, frozen=True, tag="withdrawn"):
+    """Control keeps no replicas for this pool any more."""
+
+    pool: str
 
 
 class ReplicaAdded(msgspec.Struct, frozen=True, tag="added"):
@@ -78,7 +84,9 @@ class ReplicaGone(msgspec.Struct, frozen=True, tag="gone"):
     name: str
 
 
-FleetReport: TypeAlias = PoolKept | ReplicaAdded | ReplicaAnswered | ReplicaDoubted | ReplicaDrained | ReplicaGone
+FleetReport: TypeAlias = (
+    PoolKept | PoolWithdrawn | ReplicaAdded | ReplicaAnswered | ReplicaDoubted | ReplicaDrained | ReplicaGone
+)
 """What control's supervisor says of the fleet."""
 
 
@@ -158,9 +166,13 @@ ControlUp: TypeAlias = WholePart | SnapshotRenewed | FleetReport | Replayed | As
 
 
 class Counted(msgspec.Struct, frozen=True, tag="counted"):
-    """How many requests run in each pool. The first one of a session says that the replay is in force."""
+    """How many requests run or wait in each pool. The first one of a session says that the replay is in force.
+
+    unused: replicas that take no new work and on which nothing runs any more; None: that is not said.
+    """
 
     running: dict[str, int]
+    unused: tuple[str, ...] | None = None
 
 
 class Demanded(msgspec.Struct, frozen=True, tag="demanded"):

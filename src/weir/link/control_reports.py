@@ -4,13 +4,15 @@ The supervisor reports here as it would to a fleet in its own process. It decide
 coordinator has the rest of them, and are otherwise only kept.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from weir.core.registry.model import Pool
 from weir.link.control_messages import (
+    Counted,
     FleetReport,
     PoolKept,
+    PoolWithdrawn,
     ReplicaAdded,
     ReplicaAnswered,
     ReplicaDoubted,
@@ -47,7 +49,7 @@ class ReportedFleet:
         self._pools: dict[str, Pool] = {}
         self._replicas: dict[str, _Known] = {}
         self._located: dict[str, str] = {}
-        self._running: Mapping[str, int] | None = None
+        self._counted: Counted | None = None
         self.tell: Callable[[FleetReport], None] = lambda report: None
 
     def replay(self) -> list[FleetReport]:
@@ -55,9 +57,9 @@ class ReportedFleet:
         pools = [PoolKept(pool) for pool in self._pools.values()]
         return [*pools, *(report for known in self._replicas.values() for report in known.reports())]
 
-    def counted(self, running: Mapping[str, int] | None) -> None:
-        """The coordinator's word of how many requests run in each pool; None: there is none to say so."""
-        self._running = running
+    def counted(self, counted: Counted | None) -> None:
+        """The coordinator's word of what runs and waits; None: there is none to say so."""
+        self._counted = counted
 
     # ── reported by the supervisor ───────────────────────────────────────────────────────────────────────────────────
 
@@ -65,6 +67,11 @@ class ReportedFleet:
         """A pool that may get replicas."""
         self._pools[pool.name] = pool
         self.tell(PoolKept(pool))
+
+    def withdraw(self, pool: str) -> None:
+        """A pool that gets no more replicas, and has none."""
+        del self._pools[pool]
+        self.tell(PoolWithdrawn(pool))
 
     def locate(self, name: str, url: str) -> None:
         """Where the replica of this name, which is about to be added, runs already."""
@@ -90,7 +97,7 @@ class ReportedFleet:
     def drain(self, pool: str, name: str) -> None:
         """No new work for it. What it was given in the same moment, the coordinator's next count shows."""
         self._replicas[name].is_drained = True
-        self._running = None
+        self._counted = None
         self.tell(ReplicaDrained(pool, name))
 
     def gone(self, pool: str, name: str) -> None:
@@ -98,9 +105,15 @@ class ReportedFleet:
         del self._replicas[name]
         self.tell(ReplicaGone(pool, name))
 
-    def running_in(self, pool: str) -> int:
-        """Requests that run in a pool. While nobody can say, one: an engine that may be busy is no idle one."""
-        return 1 if self._running is None else self._running.get(pool, 0)
+    def is_idle(self, pool: str) -> bool:
+        """Whether nothing runs in a pool, and nothing waits there. Not while nobody can say: an engine may be busy."""
+        return self._counted is not None and not self._counted.running.get(pool)
+
+    def is_unused(self, pool: str, name: str) -> bool:
+        """Whether nothing runs on a replica that was drained. Where only pools are counted, whether its pool is idle."""
+        if self._counted is None or self._counted.unused is None:
+            return self.is_idle(pool)
+        return name in self._counted.unused
 
     @property
     def pools(self) -> set[str]:

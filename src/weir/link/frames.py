@@ -28,6 +28,8 @@ REATTACHING_VERSION = 2
 """Brought `Reattach` and its answers: before it, another coordinator meant that everything was lost."""
 EVIDENCE_VERSION = 3
 """Brought control's question for the evidence of a canary."""
+WITHDRAWING_VERSION = 3
+"""Brought `PoolWithdrawn`: before it, only control's next replay said that a pool is no more."""
 
 FRAME_BYTES_MAX: Bytes = 4 * 1024 * 1024
 """Of one body. The largest message is a part of a snapshot; a batch is cut before it gets here."""

@@ -114,6 +114,11 @@ class Pool:
     declared: bool = False
     retired: bool = False
 
+    @property
+    def replicas_wanted(self) -> int:
+        """How many replicas it has when all is well: one per address, where it has any."""
+        return len(self.urls) or self.replicas
+
 
 def within_reach(pools: Iterable[Pool], tenant: str, leaves_its_pools: bool) -> list[Pool]:
     """Of a revision's pools those in which this tenant's prompts may ever be seen, its own first."""
