@@ -19,6 +19,7 @@ from weir.control.commands import Commands
 from weir.control.declared_models import DeclaredModels
 from weir.control.snapshots import build_snapshot
 from weir.core.metering import Price
+from weir.core.registry.key_ring import KeyRole, SigningKey
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision, RevisionState
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import LIMIT_NAMES, Limits, Role, Scope, ServiceClass, digest_of_key
@@ -392,13 +393,50 @@ async def test_an_empty_store_gets_a_demonstration_that_works_with_the_drafted_k
             assert (principal.tenant, principal.application) == (tenant["name"], entry["name"])
             assert (principal.service_class is ServiceClass.BATCH) == (entry["name"] == "batch-jobs")
             alias, revision = snapshot.resolve(principal, "assistant")
-            assert revision == REVISION and snapshot.pools["small"].revision == alias.revision
+            assert revision == replace(REVISION, registered_by="bootstrap", approved_by="bootstrap-approver")
+            assert snapshot.pools["small"].revision == alias.revision
         assert not snapshot.limits[Scope(tenant["name"])].is_empty
     [owner] = (await desk.store.load()).admin_keys
     assert secrets["admin_key"] is not None and digest_of_key(secrets["admin_key"]) == owner.secret_sha256
-    [audited] = await desk.commands.audit_trail(10)
-    assert audited.actor == "bootstrap"
-    assert not any(secret in audited.summary for secret in drafted.values())
+    approved, registered = await desk.commands.audit_trail(10)
+    assert [(each.actor, each.action) for each in (registered, approved)] == [
+        ("bootstrap", "bootstrap"),
+        ("bootstrap-approver", "models.approve"),
+    ]
+    assert not any(secret in each.summary for secret in drafted.values() for each in (registered, approved))
+
+
+async def test_a_start_that_broke_off_between_its_two_acts_is_finished_by_the_next() -> None:
+    """Protects approval: what was registered and not approved serves nobody, until a start approves it."""
+    desk = Desk()
+    await bootstrap(desk.commands, DeclaredModels(MODELS.revisions), draft_keys(SeededEntropy()))
+    [revision] = (await desk.store.load()).revisions
+    half = replace(revision, state=RevisionState.REGISTERED, approved_by=None)
+    await desk.commands.commit(
+        lambda catalog: (None, CatalogChange(desk.commands.audit_entry("x", "x", "x", {}), revisions=[half]))
+    )
+    assert not await bootstrap(desk.commands, MODELS, {})
+    catalog = await desk.store.load()
+    assert (catalog.revisions, [alias.name for alias in catalog.aliases]) == ([revision], ["assistant"])
+
+
+async def test_the_key_of_a_start_is_trusted_once() -> None:
+    """Protects the key ring: a start's own key is in it as long as it has artifacts, and stays revoked once it was."""
+    desk, key = Desk(), SigningKey("development-1", "PEM", frozenset({KeyRole.MODEL}), None, 0)
+    await bootstrap(desk.commands, MODELS, draft_keys(SeededEntropy()), key)
+    assert (await desk.store.load()).signing_keys == []
+    signed = DeclaredModels((replace(REVISION, id="signed@1", artifact_digest="sha256:0"),))
+    for _ in range(2):
+        await bootstrap(desk.commands, signed, {}, key)
+        assert (await desk.store.load()).signing_keys == [key]
+    await desk.commands.commit(
+        lambda catalog: (
+            None,
+            CatalogChange(desk.commands.audit_entry("x", "x", "x", {}), signing_keys=[replace(key, revoked=True)]),
+        )
+    )
+    await bootstrap(desk.commands, signed, {}, key)
+    assert (await desk.store.load()).signing_keys == [replace(key, revoked=True)]
 
 
 async def test_a_second_start_changes_only_the_models_it_declares() -> None:
@@ -426,8 +464,11 @@ async def test_a_second_start_changes_only_the_models_it_declares() -> None:
 async def test_declaring_again_undoes_neither_a_revocation_nor_a_newer_price() -> None:
     """Protects revocations and prices from a restart."""
     desk = Desk()
-    newer = replace(REVISION, state=RevisionState.REVOKED, price=Price(2, 1, 1, 1))
-    await bootstrap(desk.commands, DeclaredModels((newer,)), draft_keys(SeededEntropy()))
+    await bootstrap(desk.commands, DeclaredModels((REVISION,)), draft_keys(SeededEntropy()))
+    [first] = (await desk.store.load()).revisions
+    newer = replace(first, state=RevisionState.REVOKED, price=Price(2, 1, 1, 1))
+    entry = desk.commands.audit_entry("ann", "revision.revoke", first.id, {})
+    await desk.commands.commit(lambda catalog: (None, CatalogChange(entry, revisions=[newer])))
     await bootstrap(desk.commands, DeclaredModels((replace(REVISION, typical_output_tokens=9),)), draft_keys(SeededEntropy()))
     [stored] = (await desk.store.load()).revisions
     assert stored == replace(newer, typical_output_tokens=9)

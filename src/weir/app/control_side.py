@@ -89,7 +89,7 @@ class ControlSide:
         if not stores.directory.bootstrap_keys:
             stores.directory.keep_bootstrap_keys(draft_keys(self._parts.entropy))
         self._declared = {pool.name: pool.revision for pool in models.pools}
-        await bootstrap(self.commands, models, stores.directory.bootstrap_keys)
+        await bootstrap(self.commands, models, stores.directory.bootstrap_keys, self._packaged.signing_key)
         return shown_secrets(await stores.catalog.load(), stores.directory.bootstrap_keys)
 
     @property

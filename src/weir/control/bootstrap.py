@@ -2,17 +2,26 @@
 
 The keys are drafted before anything is stored, so that their owner can write them to a private file first; a crash in between
 leaves an empty store and a draft that the next start uses. On a store that has tenants or administrators nothing but
-the declared revisions, aliases and pools is touched, and of those nothing that administrators made or promoted. Everything is
-audited as the actor `bootstrap`.
+the declared revisions, aliases and pools is touched, and of those nothing that administrators made or promoted. What is
+declared is registered by the actor `bootstrap` and approved by `bootstrap-approver`, on record as two acts.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypedDict
 
 from weir.control.commands import Commands
 from weir.control.credentials import Credential, credential_of, new_credential
-from weir.control.declared_models import ACTOR, DeclaredModels, changed_models, summary_of_models
+from weir.control.declared_models import (
+    ACTOR,
+    APPROVER,
+    DeclaredModels,
+    approved_models,
+    changed_models,
+    summary_of_models,
+)
 from weir.core.metering import Price
+from weir.core.registry.key_ring import SigningKey
 from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Role, Scope, ServiceClass, Tenant
 from weir.ports import AuditEntry, Catalog, CatalogChange, Entropy
 
@@ -59,28 +68,48 @@ def draft_keys(entropy: Entropy) -> dict[str, str]:
     return {name: credential.secret for name, credential in zip(names, drafted, strict=True)}
 
 
-async def bootstrap(commands: Commands, models: DeclaredModels, drafted: Mapping[str, str]) -> bool:
-    """Make the demonstration catalog with the drafted keys if the store is empty, and register the models in any case.
+async def bootstrap(
+    commands: Commands, models: DeclaredModels, drafted: Mapping[str, str], signing_key: SigningKey | None = None
+) -> bool:
+    """Make the demonstration catalog with the drafted keys if the store is empty; register and approve the models in any case.
 
-    Returns whether the catalog was made now. Idempotent. Raises InvalidRequest for models that name an unknown revision.
+    signing_key: what signed the models' artifacts, trusted if they have any. Returns whether the catalog was made now.
+    Idempotent. Raises InvalidRequest for models that name an unknown revision.
     """
 
-    def plan(catalog: Catalog) -> tuple[bool, CatalogChange | None]:
-        changed = changed_models(catalog, models)
-        summary = summary_of_models(changed)
+    def register(catalog: Catalog) -> tuple[bool, CatalogChange | None]:
+        revisions = changed_models(catalog, models).revisions
+        keys = _missing_keys(catalog, models, signing_key)
+        summary = {"revisions": [revision.id for revision in revisions], "signing_keys": [key.name for key in keys]}
         if not catalog.tenants and not catalog.admin_keys:
-            return True, demo_change(commands.audit_entry(ACTOR, "bootstrap", "demo", summary), changed, drafted)
-        if changed.is_empty:
-            return False, None
+            entry = commands.audit_entry(ACTOR, "bootstrap", "demo", summary)
+            return True, replace(demo_change(entry, drafted), revisions=revisions, signing_keys=keys)
         entry = commands.audit_entry(ACTOR, "models.register", "models", summary)
-        return False, CatalogChange(entry, revisions=changed.revisions, aliases=changed.aliases, pools=changed.pools)
+        return False, CatalogChange(entry, revisions=revisions, signing_keys=keys) if revisions or keys else None
 
-    made, _ = await commands.commit(plan)
+    def approve(catalog: Catalog) -> tuple[None, CatalogChange | None]:
+        changed, approved = changed_models(catalog, models), approved_models(catalog, models)
+        if not approved and changed.is_empty:
+            return None, None
+        entry = commands.audit_entry(
+            APPROVER, "models.approve", "models", summary_of_models(replace(changed, revisions=approved))
+        )
+        return None, CatalogChange(entry, revisions=approved, aliases=changed.aliases, pools=changed.pools)
+
+    made, _ = await commands.commit(register)
+    await commands.commit(approve)
     return made
 
 
-def demo_change(entry: AuditEntry, models: DeclaredModels, drafted: Mapping[str, str]) -> CatalogChange:
-    """The demonstration catalog as one change: tenants, applications, keys, limits, the owner's admin key and the models."""
+def _missing_keys(catalog: Catalog, models: DeclaredModels, key: SigningKey | None) -> list[SigningKey]:
+    """The key of a start's own artifacts, unless the key ring has it or there are none."""
+    is_needed = any(revision.artifact_digest is not None for revision in models.revisions)
+    known = {each.public_key for each in catalog.signing_keys}
+    return [key] if key is not None and is_needed and key.public_key not in known else []
+
+
+def demo_change(entry: AuditEntry, drafted: Mapping[str, str]) -> CatalogChange:
+    """The demonstration catalog as one change: tenants, applications, keys, limits and the owner's admin key."""
     applications = [Application(tenant, *demo) for tenant in DEMO_TENANTS for demo in DEMO_APPLICATIONS.items()]
     keys: list[ApiKey] = []
     for application in applications:
@@ -93,9 +122,6 @@ def demo_change(entry: AuditEntry, models: DeclaredModels, drafted: Mapping[str,
         applications=applications,
         keys=keys,
         admin_keys=[AdminKey(owner.id, "owner", Role.OWNER, owner.secret_sha256)],
-        aliases=models.aliases,
-        revisions=models.revisions,
-        pools=models.pools,
         limits=[(Scope(name), DEMO_LIMITS) for name in DEMO_TENANTS],
     )
 

@@ -8,11 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weir import errors
+from weir.core.registry.approval import Act, after
 from weir.core.registry.model import Alias, Pool, Revision
+from weir.core.registry.model import RevisionState as S
 from weir.ports import Catalog
 
 ACTOR = "bootstrap"
 """Who registers what a start declares."""
+APPROVER = "bootstrap-approver"
+"""Who approves that: the other built-in actor, so that a start's models pass the same way as everybody's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ def changed_models(catalog: Catalog, models: DeclaredModels) -> DeclaredModels:
     Raises InvalidRequest where an alias or a pool names a revision that is neither declared nor known, or a pool is another's.
     """
     known = {revision.id: revision for revision in catalog.revisions}
-    revisions = [_kept(revision, known.get(revision.id)) for revision in models.revisions]
+    revisions = [_registered(revision, known.get(revision.id)) for revision in models.revisions]
     _check_named(models, known.keys() | {revision.id for revision in revisions})
     _check_pools(models, catalog)
     return DeclaredModels(
@@ -47,9 +51,11 @@ def changed_models(catalog: Catalog, models: DeclaredModels) -> DeclaredModels:
 
 def _is_taken(declared: Alias, catalog: Catalog, known: Mapping[str, Revision]) -> bool:
     """Whether administrators made more of the alias than a start did: a rollout runs, or they registered what it means."""
+    if any((each.tenant, each.alias) == (declared.tenant, declared.name) and not each.is_over for each in catalog.rollouts):
+        return True
     for stored in catalog.aliases:
         if (stored.tenant, stored.name) == (declared.tenant, declared.name):
-            return stored.canary is not None or known[stored.revision].registered_by not in (None, ACTOR)
+            return known[stored.revision].registered_by not in (None, ACTOR)
     return False
 
 
@@ -69,9 +75,20 @@ def _check_pools(models: DeclaredModels, catalog: Catalog) -> None:
             raise errors.InvalidRequest(f"There is a pool {pool.name!r} that an administrator made.", members=members)
 
 
-def _kept(declared: Revision, stored: Revision | None) -> Revision:
+def approved_models(catalog: Catalog, models: DeclaredModels) -> list[Revision]:
+    """The declared revisions that a start registered and that wait for approval, approved and live."""
+    waiting = {each.id: each for each in catalog.revisions if each.registered_by == ACTOR and each.state is S.REGISTERED}
+    named = (waiting[each.id] for each in models.revisions if each.id in waiting)
+    return [
+        replace(each, state=after(replace(each, state=after(each, Act.APPROVE)), Act.PUBLISH), approved_by=APPROVER)
+        for each in named
+    ]
+
+
+def _registered(declared: Revision, stored: Revision | None) -> Revision:
+    """What is on record, with what a start may change of it; what is not goes on record, and waits for approval."""
     if stored is None:
-        return declared
+        return replace(declared, state=S.REGISTERED, registered_by=ACTOR)
     price = stored.price if stored.price.version >= declared.price.version else declared.price
     approval = {name: getattr(stored, name) for name in ("state", "registered_by", "approved_by")}
     return replace(declared, price=price, **approval)

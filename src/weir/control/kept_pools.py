@@ -1,14 +1,14 @@
 """Which pools are kept, of those that are on record: by what serves, what a start declared, and what aliases name. Pure.
 
 A pool that administrators made is kept until they retire it. One that a start declared is kept only by a start that declares it
-so, and only while an alias means its revision: where another one was promoted, it has nothing to do. A revision that is not
-approved, or not any more, has no pools.
+so, and only while an alias means its revision or a rollout moves from it: once another one was promoted for good, it has
+nothing to do. A revision that is not approved, or not any more, has no pools.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TypeAlias
 
-from weir.core.registry.model import Alias, Pool, Revision
+from weir.core.registry.model import Pool, Revision
 from weir.core.registry.snapshot import Snapshot
 
 Wanted: TypeAlias = tuple[Pool, Revision]
@@ -17,26 +17,16 @@ Wanted: TypeAlias = tuple[Pool, Revision]
 
 def kept_pools(snapshot: Snapshot, declared: Mapping[str, str]) -> list[Wanted]:
     """The pools to keep, in the snapshot's order. declared: by this start, the revision of each by the pool's name."""
-    named = _named_by_aliases(snapshot)
+    needed = stable_revisions(snapshot) | snapshot.moving
     return [
         (pool, snapshot.revisions[pool.revision])
         for pool in snapshot.pools.values()
         if snapshot.revisions[pool.revision].serves
         and not pool.retired
-        and (not pool.declared or (declared.get(pool.name) == pool.revision and pool.revision in named))
+        and (not pool.declared or (declared.get(pool.name) == pool.revision and pool.revision in needed))
     ]
 
 
 def stable_revisions(snapshot: Snapshot) -> set[str]:
     """The revisions that aliases mean, canaries left aside."""
-    return {alias.revision for alias in _aliases(snapshot)}
-
-
-def _named_by_aliases(snapshot: Snapshot) -> set[str]:
-    tried = {alias.canary.revision for alias in _aliases(snapshot) if alias.canary is not None}
-    return stable_revisions(snapshot) | tried
-
-
-def _aliases(snapshot: Snapshot) -> Iterator[Alias]:
-    yield from snapshot.aliases.values()
-    yield from snapshot.tenant_aliases.values()
+    return {alias.revision for alias in (*snapshot.aliases.values(), *snapshot.tenant_aliases.values())}

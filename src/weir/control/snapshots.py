@@ -28,6 +28,7 @@ def build_snapshot(catalog: Catalog, before: Snapshot = _FIRST) -> Snapshot:
         revisions={revision.id: revision for revision in catalog.revisions},
         pools={pool.name: pool for pool in catalog.pools if not pool.retired},
         prices={(entry.revision, entry.price.version): entry.price for entry in catalog.prices},
+        moving=frozenset(name for each in catalog.rollouts if not each.is_over for name in (each.stable, each.canary)),
         limits=_shared({scope: limits for scope, limits in catalog.limits if not limits.is_empty}, before.limits),
     )
 

@@ -26,7 +26,7 @@ class Snapshot:
     """version: int, rises with every change. Applications are keyed by (tenant, name), keys by the SHA-256 of the secret.
 
     aliases: the shared ones by name; tenant_aliases: those that belong to one, by (tenant, name). prices: the whole schedule,
-    by (revision, version).
+    by (revision, version). moving: revisions that a rollout moves from or to, whose replicas stay; only control is told.
     """
 
     version: int = 0
@@ -40,6 +40,7 @@ class Snapshot:
     limits: Mapping[Scope, Limits] = field(default_factory=dict)
     prices: Mapping[tuple[str, int], Price] = field(default_factory=dict)
     workload_classes: tuple[WorkloadClass, ...] = DEFAULT_WORKLOAD_CLASSES
+    moving: frozenset[str] = frozenset()
     revoked_keys: frozenset[str] = field(init=False)
     pools_of: Mapping[str, tuple[Pool, ...]] = field(init=False, compare=False)  # by revision
 
