@@ -187,6 +187,25 @@ def test_a_lost_canary_replica_is_counted_once_per_request() -> None:
     run_script(script, SPEC)
 
 
+def test_an_answer_that_the_ledger_was_too_late_for_says_nothing() -> None:
+    """Protects the canary from the store: an answer that was whole, and was given up, is neither its success nor its fault."""
+
+    async def script(world: World) -> None:
+        try_out(world, replace(CANARY, weight=100))
+        [lost] = send_some(world, 1, prompt=LONG_PROMPTS[0], max_output_tokens=400, stream=False)
+        await asyncio.sleep(0.3)
+        world.weather.failing = True
+        await world.until(lambda: any(each.waits_to_be_shown for each in world.cell.executions.live))
+        await done(world, [lost])
+        assert tallies([lost]) == {(TRIED.id, "failed"): 1}
+        world.weather.clear()
+        await world.until(lambda: world.cell.is_quiet)
+        await done(world, send_some(world, 2, stream=False))
+        assert (await evidence_of(world)).canary == Tally(2)
+
+    run_script(script, SPEC)
+
+
 def test_two_rollouts_are_judged_apart() -> None:
     """Protects one rollout from the other's faults: each has its alias's requests, of its own step."""
 
