@@ -12,6 +12,7 @@ from tests.unit.registry_desk import STABLE
 from tests.unit.rollout_stand import FAILING, HEALTHY, INTERVAL_MS, NEXT, PLAN, THIRD, TO_LIVE, Stand
 
 from weir import errors
+from weir.control.rollout_loop import Look
 from weir.core.registry.evidence import Evidence
 from weir.core.registry.golden_set import Score
 from weir.core.registry.model import Alias, Pool
@@ -61,16 +62,32 @@ async def test_a_step_waits_for_its_lanes(stand: Stand) -> None:
     assert (await stand.stored(rollout_id)).step == 2, "there is no more of the stable revision"
 
 
+async def test_a_lane_counts_wherever_it_is(stand: Stand) -> None:
+    """Protects a canary on fewer and larger replicas: its lanes are compared, not its processes."""
+    await stand.desk.put(pools=(Pool("large", NEXT.id, 1, 8),))
+    rollout_id = await stand.propose()
+    await stand.until(rollout_id, "live")
+    await stand.desk.put(pools=(Pool("slim", THIRD.id, 2, 3),))
+    rollout_id = await stand.propose(THIRD.id)
+    await stand.until(rollout_id, "canary", 1)
+    await stand.ticks(10)
+    assert (await stand.stored(rollout_id)).step == 1
+
+
 async def test_a_canary_on_demand_is_asked_for(stand: Stand) -> None:
     """Protects a rollout to a pool that nobody's request would start."""
     await stand.desk.put(pools=(Pool("lazy", NEXT.id, 2, 4, on_demand=True),))
     stand.cell.missing = {NEXT.id: 2}
-    await stand.propose()
+    rollout_id = await stand.propose()
     await stand.tick()
     assert stand.cell.demanded == ["lazy"]
     stand.cell.missing = {}
     await stand.ticks(3)
-    assert stand.cell.demanded == ["lazy"]
+    stand.cell.missing = {THIRD.id: 2}
+    await stand.until(rollout_id, "live")
+    await stand.propose(THIRD.id)
+    await stand.tick()
+    assert stand.cell.demanded == ["lazy"], "others are started without being asked for"
 
 
 async def test_a_coordinator_that_is_away_is_nobodys_fault(stand: Stand) -> None:
@@ -122,6 +139,36 @@ async def test_a_store_that_is_away_is_nobodys_fault(stand: Stand, monkeypatch: 
     assert await stand.course(rollout_id) == ["verify", "raise_weight", "roll_back"]
 
 
+async def test_a_gap_that_the_store_made_is_a_gap(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Protects a canary that was started anew while nobody looked: it is not lost, and each gap is said."""
+    rollout_id = await stand.propose()
+    await stand.until(rollout_id, "canary")
+
+    async def away() -> int:
+        raise errors.LedgerUnavailable()
+
+    for gap in range(2):
+        with monkeypatch.context() as store, capture_logs() as logs:
+            store.setattr(stand.desk.store, "version", away)
+            await stand.ticks(30)
+        assert [line["event"] for line in logs] == ["rollouts_postponed"], f"gap {gap}"
+        stand.cell.missing = {NEXT.id: 2}
+        await stand.ticks(10)
+        assert await stand.course(rollout_id) == ["verify", "raise_weight"]
+
+
+async def test_each_gap_of_the_coordinator_is_said(stand: Stand) -> None:
+    """Protects operators: what went away again is said again."""
+    await stand.propose()
+    for _ in range(2):
+        stand.cell.away = True
+        with capture_logs() as logs:
+            await stand.ticks(3)
+        assert [line["event"] for line in logs] == ["rollout_postponed"]
+        stand.cell.away = False
+        await stand.tick()
+
+
 # ── several at once ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -137,8 +184,9 @@ async def test_two_rollouts_take_their_own_ways(stand: Stand) -> None:
     assert (stand.alias("assistant").revision, stand.alias("other").revision) == (STABLE.id, THIRD.id)
 
 
-async def test_a_slow_gateway_keeps_no_other_rollout_waiting(stand: Stand) -> None:
-    """Protects a second alias: its look is not behind the confirmation of the first one's move."""
+@pytest.mark.parametrize("is_last", [False, True])
+async def test_a_slow_gateway_keeps_no_other_rollout_waiting(stand: Stand, is_last: bool) -> None:
+    """Protects a second alias: its looks are not behind the confirmation of the first one's move, its last one included."""
     confirmed = asyncio.Event()
 
     async def confirm(acknowledged: Acknowledgement) -> Acknowledgement:
@@ -146,23 +194,25 @@ async def test_a_slow_gateway_keeps_no_other_rollout_waiting(stand: Stand) -> No
         return acknowledged
 
     await stand.desk.put(aliases=(Alias("other", STABLE.id, 600),))
-    slow, other = await stand.propose(NEXT.id, "assistant"), await stand.propose(THIRD.id, "other")
     stand.evaluations.let.clear()
+    slow, other = await stand.propose(NEXT.id, "assistant"), await stand.propose(THIRD.id, "other")
     await stand.tick()
-    await stand.desk.rollouts.roll_back("bob", slow)
+    if is_last:
+        await stand.desk.rollouts.roll_back("bob", slow)
+    else:
+        await stand.desk.models.revoke("bob", NEXT.id)
     stand.desk.commands.confirm = confirm
-    stand.desk.clock.now_ms += INTERVAL_MS
-    looks = await stand.loop.tick()
-    await asyncio.wait(looks, timeout=0.2)
-    assert [look.done() for look in looks].count(False) == 1
-    first = stand.loop.latest(other)
-    stand.desk.clock.now_ms += INTERVAL_MS
-    [again] = await stand.loop.tick()
-    await again
-    second = stand.loop.latest(other)
-    assert first is not None and second is not None and second.at_ms == first.at_ms + INTERVAL_MS
+    looks, seen = list[asyncio.Task[None]](), list[Look | None]()
+    for _ in range(3):
+        stand.desk.clock.now_ms += INTERVAL_MS
+        looks += await stand.loop.tick()
+        await asyncio.wait(looks, timeout=0.2)
+        seen.append(stand.loop.latest(other))
+    assert [look.done() for look in looks].count(False) == 1 and len(looks) == 4
+    assert len({look.at_ms for look in seen if look is not None}) == 3
     confirmed.set()
     await asyncio.gather(*looks)
+    await stand.ticks(2)
     assert (await stand.stored(slow)).is_over
     await stand.loop.aclose()
 
@@ -204,6 +254,19 @@ async def test_evidence_of_another_step_decides_nothing(stand: Stand) -> None:
     stand.desk.clock.now_ms += INTERVAL_MS
     await asyncio.gather(*await former.tick())
     assert (await stand.stored(rollout_id)).step == 1
+
+
+async def test_a_promotion_that_is_refused_in_the_last_moment_is_none(stand: Stand) -> None:
+    """Protects everybody from what was revoked as it was promoted: it is refused, and the next look takes it back."""
+    rollout_id = await stand.propose()
+    await stand.until(rollout_id, "canary", 2)
+    await stand.tick()
+    stand.cell.meanwhile = lambda: stand.desk.models.revoke("bob", NEXT.id)
+    with capture_logs() as logs:
+        await stand.tick()
+    assert [(line["event"], line["reason"]) for line in logs] == [("rollout_postponed", "not_allowed_now")]
+    await stand.tick()
+    assert stand.decided[-1] == ("roll_back", "revoked") and stand.alias().revision == STABLE.id
 
 
 async def test_one_that_loses_a_race_tries_again(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from tests.unit.rollout_stand import FAILING, HEALTHY, INTERVAL_MS, NEXT, TO_LIV
 from weir.control.rollout_loop import ENDED_MAX
 from weir.core.registry.golden_set import Score
 from weir.core.registry.model import Alias, RevisionState
-from weir.core.registry.rollout import OnCanary, RollbackReason, RolledBack, name_of
+from weir.core.registry.rollout import Finish, OnCanary, Proposed, RollbackReason, RolledBack, name_of
 from weir.core.registry.rollout_decision import (
     Awaited,
     Breach,
@@ -55,7 +55,7 @@ async def test_the_last_look_says_what_is_waited_for(stand: Stand) -> None:
     rollout_id = await stand.propose()
     assert stand.loop.latest(rollout_id) is None
     rollout = await stand.until(rollout_id, "canary")
-    stand.cell.running = 3
+    stand.cell.running, stand.cell.faults = 3, dict.fromkeys(rollout.pools, "of long ago: all are ready")
     await stand.tick(INTERVAL_MS)
     look = stand.loop.latest(rollout_id)
     assert look is not None and isinstance(rollout.state, OnCanary)
@@ -104,18 +104,17 @@ async def test_a_failed_evaluation_routes_nobody(found: Evaluation) -> None:
     assert not set(rollout.pools) & stand.desk.snapshot.pools.keys()
 
 
-async def test_an_evaluation_begins_with_a_replica_and_without_requests(stand: Stand) -> None:
-    """Protects tenants' prompts: no replica is evaluated while a request is on it, and none is waited for twice."""
-    stand.cell.missing, stand.cell.running = {NEXT.id: 2}, 1
+async def test_an_evaluation_begins_without_requests(stand: Stand) -> None:
+    """Protects tenants' prompts: no replica is evaluated while a request is on it, and it is evaluated once."""
+    stand.evaluations.let.clear()
+    stand.cell.running = 1
     rollout_id = await stand.propose()
-    await stand.ticks(3)
-    assert not stand.evaluations.asked
-    stand.cell.missing = {}
     await stand.ticks(3)
     assert not stand.evaluations.asked
     stand.cell.running = 0
     await stand.ticks(3)
     assert stand.evaluations.asked == [rollout_id]
+    await stand.loop.aclose()
 
 
 async def test_what_serves_another_alias_is_judged_in_spite_of_its_requests(stand: Stand) -> None:
@@ -146,13 +145,27 @@ async def test_a_pause_stops_an_evaluation_and_a_resumption_begins_it_anew(stand
 async def test_an_end_stops_its_evaluation(stand: Stand) -> None:
     """Protects a canary's replica from prompts for a rollout that went back and was over between two looks."""
     stand.evaluations.let.clear()
-    rollout_id = await stand.propose(interval_ms=60_000)
+    rollout_id = await stand.propose()
     await stand.tick()
     await stand.desk.rollouts.roll_back("bob", rollout_id)
-    await stand.tick(60_000)
+    await stand.desk.rollouts.act("bob", rollout_id, lambda stored: Finish(stand.desk.clock.now_ms))
+    assert await stand.tick() == 0 and stand.evaluations.stopped == 1
+
+
+async def test_what_a_former_state_was_evaluated_for_verifies_nothing(stand: Stand) -> None:
+    """Protects who pauses and resumes in the moment in which an evaluation is acted on: it begins anew, as was asked."""
+    rollout_id = await stand.propose()
     await stand.tick()
-    assert stand.evaluations.stopped == 1 and (await stand.stored(rollout_id)).is_over
-    stand.loop.latest(rollout_id)
+
+    async def paused_and_resumed() -> None:
+        await stand.desk.rollouts.pause("bob", rollout_id)
+        await stand.desk.rollouts.resume("bob", rollout_id)
+
+    stand.cell.meanwhile = paused_and_resumed
+    await stand.tick()
+    assert isinstance((await stand.stored(rollout_id)).state, Proposed)
+    await stand.until(rollout_id, "verified")
+    assert len(stand.evaluations.asked) == 2
 
 
 async def test_a_finished_evaluation_is_acted_on_at_once(stand: Stand) -> None:

@@ -205,7 +205,8 @@ class RolloutLoop:
         self._version = catalog.version
         running = {rollout.id: rollout for rollout in catalog.rollouts if not rollout.is_over}
         self._follow(running, now_ns)
-        return [self._begin(self._watches[name], running[name], catalog, now_ns) for name in self._due(now_ns)]
+        due = [name for name in self._due(now_ns) if name in running]
+        return [self._begin(self._watches[name], running[name], catalog, now_ns) for name in due]
 
     # ── which rollouts, and when ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -222,7 +223,8 @@ class RolloutLoop:
 
     def _follow(self, running: dict[str, Rollout], now_ns: Nanos) -> None:
         """Watch these and no others."""
-        for name in self._watches.keys() - running.keys():
+        over = [name for name, watch in self._watches.items() if name not in running and watch.looking is None]
+        for name in over:
             watch = self._watches.pop(name)
             self._stop_evaluation(watch)
             if watch.latest is not None:
@@ -293,7 +295,7 @@ class RolloutLoop:
             start_fault=self._fault_of(own),
             seen_since_ms=watch.seen_since_ms,
             is_first_start=not watch.was_ready,
-            evaluation=self._evaluation_of(watch, rollout, ready, gathered.running),
+            evaluation=self._evaluation_of(watch, rollout, gathered.running),
             evaluated=watch.evaluated,
         )
 
@@ -327,8 +329,8 @@ class RolloutLoop:
 
     # ── its evaluation ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _evaluation_of(self, watch: _Watch, rollout: Rollout, ready: int, running: int) -> Evaluation | None:
-        """What the evaluation found, once it is over; begun as soon as a replica is there and nobody's request is.
+    def _evaluation_of(self, watch: _Watch, rollout: Rollout, running: int) -> Evaluation | None:
+        """What the evaluation found, once it is over; begun as soon as nobody's request is on the canary.
 
         One for another state is stopped: who pauses a rollout before its first step begins anew.
         """
@@ -337,7 +339,7 @@ class RolloutLoop:
         if not isinstance(rollout.state, Proposed):
             return None
         is_free = not running or leads_to(self._approved.published, rollout.canary)  # in the end no replica is asked
-        if watch.evaluation is None and ready and is_free:
+        if watch.evaluation is None and is_free:
             watch.evaluated = rollout.state
             watch.evaluation = asyncio.get_running_loop().create_task(self._evaluator.evaluate(rollout))
             watch.evaluation.add_done_callback(lambda task: self._hasten(watch))
