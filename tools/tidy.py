@@ -36,6 +36,9 @@ EXEMPTIONS: Mapping[tuple[str, str], str] = {
     ("parameters", "src/weir/cli/up.py::up"): "each is an option of the command line",
     ("parameters", "src/weir/cli/run_control.py::control"): "each is an option of the command line",
     ("parameters", "src/weir/cli/sim.py::run"): "each is an option of the command line",
+    ("parameters", "src/weir/cli/revision.py::register"): "each is an option of the command line",
+    ("parameters", "src/weir/cli/trusted_key.py::add"): "each is an option of the command line",
+    ("parameters", "src/weir/cli/pool.py::create"): "each is an option of the command line",
 }
 """(rule, "path::qualified name" or "path") → the reason."""
 

@@ -428,8 +428,8 @@ class ControlStore(Protocol):
         """Apply a change if the catalog is still at expected_version; the new version. Raises AlreadyExists when it is not."""
         ...
 
-    async def audit(self, limit: int, before_ms: Millis | None = None) -> list[AuditEntry]:
-        """The newest audit entries, newest first."""
+    async def audit(self, limit: int, before_ms: Millis | None = None, subject: str | None = None) -> list[AuditEntry]:
+        """The newest audit entries, newest first; only those before a time, and of a subject, where these are given."""
         ...
 
     async def aclose(self) -> None: ...

@@ -3,14 +3,18 @@
 import asyncio
 import random
 import socket
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx2
 import msgspec
 import uvicorn
 from tests.contract.stores import hold, settle, step
+from tests.signing_keys import private_key
 
 from weir import errors
 from weir.api.admin import AdminParts, create_admin_app
@@ -18,22 +22,78 @@ from weir.control.bootstrap import DEMO_PRICE, bootstrap, draft_keys
 from weir.control.cell_view import Explanations, GatheredEvidence, PoolReport, ReplicaReport
 from weir.control.commands import Commands
 from weir.control.declared_models import DeclaredModels
+from weir.control.key_ring_commands import KeyRingCommands
+from weir.control.model_commands import ModelCommands
+from weir.control.registration import Registration
+from weir.control.rollout_commands import RolloutCommands
+from weir.control.rollout_loop import Look
 from weir.core.endings import FinishReason, Status
 from weir.core.ledger.records import ExecutionId, Timing
 from weir.core.metering import Basis
 from weir.core.registry.evidence import Evidence, Pairs, Tally
-from weir.core.registry.model import Alias, EngineKind, Pool, Revision
+from weir.core.registry.key_ring import KeyRole, SigningKey
+from weir.core.registry.model import Alias, Canary, EngineKind, Pool, Revision, RevisionState
+from weir.core.registry.rollout import OnCanary, Paused, Proposed, RollbackReason, RolledBack, RolloutState
+from weir.core.registry.rollout_plan import RolloutPlan, Step
+from weir.core.registry.rollout_record import Rollout
+from weir.core.registry.signatures import public_key_of
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import Role, ServiceClass
 from weir.messages import GenerationRecord
-from weir.ports import Acknowledgement, LedgerStore
+from weir.ports import Acknowledgement, AuditEntry, CatalogChange, LedgerStore
+from weir.storage.artifact_store import ArtifactStore
+from weir.storage.artifacts_off_loop import ArtifactsOffLoop
 from weir.storage.memory import MemoryCatalog, MemoryLedger
 
 NOON_MS = 1_700_049_600_000  # 2023-11-15T12:00:00Z
 REVISION = Revision("small-1", EngineKind.SIMULATED, "row", 4_096, 1_024, 200, DEMO_PRICE)
+PRICE = {"input_microusd": 300_000, "cached_input_microusd": 30_000, "output_microusd": 900_000}
+SIMULATED: dict[str, Any] = {
+    "name": "more",
+    "engine": "simulated",
+    "artifact": "row",
+    "context_tokens": 4_096,
+    "price": PRICE,
+}
+"""What asks to register a revision of the simulated engine."""
 CAPABILITIES = {"cache_salt": True, "continuous_usage": False, "counts_tokens": True}
 EVIDENCE = Evidence(Tally(900, 4, 30), Tally(100, 2, 3), Pairs(90, 40), Pairs(80, 30), Pairs(70, 20), Pairs(70, 10))
 PACE = {"first_ms": 2.5, "input_ms": 0.25, "output_ms": 10.0}
+NEXT = replace(REVISION, id="next@1", state=RevisionState.APPROVED, registered_by="ann", approved_by="bob")
+"""Approved, with a pool."""
+FRESH = replace(NEXT, id="fresh@1", state=RevisionState.REGISTERED, approved_by=None)
+"""Registered by ann."""
+PLAN = RolloutPlan((Step(10, 5, 60_000), Step(100, 5, 0)))
+ROLLOUT_STATES: Mapping[str, RolloutState] = {
+    "proposed": Proposed(NOON_MS),
+    "paused": Paused(OnCanary(0, NOON_MS), NOON_MS + 1_000),
+    "canary": OnCanary(0, NOON_MS),
+    "over": RolledBack(NOON_MS + 2_000, RollbackReason.ERRORS, "errors: 9 of 10 requests."),
+}
+"""Rollouts from REVISION to NEXT, of aliases that have their names."""
+
+
+def _registry() -> CatalogChange:
+    canary = Canary("canary", 0, NEXT.id, 10, PLAN.tolerances)
+    rollouts = [
+        Rollout(name, name, REVISION.id, NEXT.id, PLAN, state, "ann", NOON_MS + number)
+        for number, (name, state) in enumerate(ROLLOUT_STATES.items())
+    ]
+    aliases = [
+        Alias(name, REVISION.id, 256, replace(canary, rollout=name) if name in ("paused", "canary") else None)
+        for name in ROLLOUT_STATES
+    ]
+    return CatalogChange(
+        AuditEntry(NOON_MS, "test", "registry", "registry", "{}"),
+        revisions=[NEXT, FRESH],
+        pools=[Pool("next", NEXT.id, 1, 4), Pool("spare", NEXT.id, 1, 4)],
+        aliases=aliases,
+        rollouts=rollouts,
+        signing_keys=[SigningKey("build", public_key_of(private_key(1)), frozenset({KeyRole.MODEL}), None, NOON_MS)],
+    )
+
+
+REGISTRY = _registry()
 MODELS = DeclaredModels((REVISION,), (Alias("assistant", "small-1", 256),), (Pool("small", "small-1", 1, 4),))
 
 
@@ -110,10 +170,23 @@ class StandingCell:
         return GatheredEvidence(running, 1, EVIDENCE) if rollout == "ro-1" else GatheredEvidence(running)
 
 
-class Stand:
-    """A served management API with the demonstration catalog. pending: parts that never acknowledge."""
+class StandingLooks:
+    """What was seen of rollouts, fixed, by their ids."""
 
     def __init__(self) -> None:
+        self.by_id: dict[str, Look] = {}
+
+    def latest(self, rollout_id: str) -> Look | None:
+        return self.by_id.get(rollout_id)
+
+
+class Stand:
+    """A served management API with the demonstration catalog and a registry. pending: parts that never acknowledge.
+
+    artifacts: where registered ones are kept.
+    """
+
+    def __init__(self, artifacts: Path) -> None:
         self.pending: tuple[str, ...] = ()
         self.published: list[Snapshot] = []
         self.store = MemoryCatalog()
@@ -121,7 +194,21 @@ class Stand:
         self.cell = StandingCell()
         self.clock = ManualClock()
         self.commands = Commands(self.store, self.publish, self.clock, SeededEntropy())
-        self.app = create_admin_app(AdminParts(self.commands, self.ledger, self.cell, SeededEntropy()))
+        self.rollouts = RolloutCommands(self.commands, self.clock, SeededEntropy())
+        self.looks = StandingLooks()
+        self.app = create_admin_app(
+            AdminParts(
+                commands=self.commands,
+                models=ModelCommands(self.commands),
+                registration=Registration(self.commands, ArtifactsOffLoop(ArtifactStore(artifacts)), self.clock),
+                key_ring=KeyRingCommands(self.commands, self.clock),
+                rollouts=self.rollouts,
+                ledger=self.ledger,
+                cell=self.cell,
+                entropy=SeededEntropy(),
+                looks=self.looks,
+            )
+        )
         self.keys: dict[Role, str] = {}
         self.client: httpx2.AsyncClient
 
@@ -133,6 +220,7 @@ class Stand:
         drafted = draft_keys(SeededEntropy())
         await bootstrap(self.commands, MODELS, drafted)
         self.keys[Role.OWNER] = drafted["admin"]
+        await self.commands.commit(lambda catalog: (None, REGISTRY))
         for role in (Role.VIEWER, Role.OPERATOR, Role.RELEASER, Role.APPROVER):
             (_, self.keys[role]), _ = await self.commands.create_admin_key("test", role.value, role)
 
@@ -162,6 +250,15 @@ class Stand:
         assert answer.headers["x-request-id"] == answer.headers["request-id"]
         return answer.status_code, document
 
+    async def last_entry(self) -> tuple[str, str, str]:
+        """Actor, action and subject of the newest change."""
+        [entry] = (await self.good("GET", "/admin/v1/audit?limit=1"))["entries"]
+        return entry["actor"], entry["action"], entry["subject"]
+
+    async def version(self) -> int:
+        """The catalog's version."""
+        return await self.store.version()
+
 
 @asynccontextmanager
 async def served(app: Any) -> AsyncIterator[str]:
@@ -182,9 +279,11 @@ async def served(app: Any) -> AsyncIterator[str]:
 @asynccontextmanager
 async def standing() -> AsyncIterator[Stand]:
     """A prepared stand, served, with a client of it."""
-    made = Stand()
-    await made.prepare()
-    async with served(made.app) as url, httpx2.AsyncClient(base_url=url, timeout=10, verify=False) as made.client:
+    async with AsyncExitStack() as held:
+        made = Stand(Path(held.enter_context(TemporaryDirectory())))
+        await made.prepare()
+        url = await held.enter_async_context(served(made.app))
+        made.client = await held.enter_async_context(httpx2.AsyncClient(base_url=url, timeout=10, verify=False))
         yield made
 
 

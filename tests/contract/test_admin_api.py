@@ -9,13 +9,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.contract.admin_stand import CAPABILITIES, PACE, REVISION, Stand, book_usage, standing
+from tests.contract.admin_stand import CAPABILITIES, PACE, PRICE, Stand, book_usage, standing
 
 from weir import errors
 from weir.api.admin_views import generation_view
 from weir.api.generations import generation_body
-from weir.control.bootstrap import bootstrap
-from weir.control.declared_models import DeclaredModels
 from weir.core.endings import FinishReason, Status
 from weir.core.ledger.records import Timing
 from weir.core.tenancy import LIMIT_NAMES, Role
@@ -80,7 +78,6 @@ async def test_a_tenants_weight_is_refused_with_its_range(stand: Stand) -> None:
         assert (number, none) == ({"type": "integer", "minimum": 1, "maximum": 1_000}, {"type": "null"})
 
 
-PRICE = {"input_microusd": 300_000, "cached_input_microusd": 30_000, "output_microusd": 900_000}
 BAD_INPUT: tuple[tuple[str, str, Any, str, str | None], ...] = (
     ("POST", "tenants", {"name": "Bad Name"}, "invalid_request", "name"),
     ("POST", "tenants", {"name": 5}, "invalid_request", "name"),
@@ -293,14 +290,15 @@ async def test_the_audit_trail_shows_each_limit_before_and_after(stand: Stand) -
 async def test_a_price_is_set_shown_with_its_schedule_published_and_audited(stand: Stand) -> None:
     """Protects prices: a new version beside the old ones, in force in the snapshot, and nothing for an unchanged one."""
     first = {"version": 1, "input_microusd": 200_000, "cached_input_microusd": 50_000, "output_microusd": 600_000}
-    [revision] = (await stand.good("GET", "/admin/v1/revisions"))["revisions"]
-    assert revision == {"id": "small-1", "engine": "simulated", "revoked": False, "price": first, "prices": [first]}
+    revision = await stand.good("GET", "/admin/v1/revisions/small-1")
+    assert (revision["price"], revision["prices"]) == (first, [first])
     second = {"version": 2, **PRICE}
     path = "/admin/v1/revisions/small-1/price"
     for _ in range(2):
         assert await stand.good("PUT", path, PRICE, role=Role.RELEASER) == {"revision": "small-1", "price": second}
-    [revision] = (await stand.good("GET", "/admin/v1/revisions"))["revisions"]
+    revision = await stand.good("GET", "/admin/v1/revisions/small-1")
     assert (revision["price"], revision["prices"]) == (second, [first, second])
+    assert revision in (await stand.good("GET", "/admin/v1/revisions"))["revisions"]
     snapshot = stand.published[-1]
     assert snapshot.revisions["small-1"].price.version == 2 and snapshot.price_of("small-1", 1).output_microusd == 600_000
     entries = (await stand.good("GET", "/admin/v1/audit?limit=2"))["entries"]
@@ -308,15 +306,6 @@ async def test_a_price_is_set_shown_with_its_schedule_published_and_audited(stan
     assert entries[0]["subject"] == "small-1" and entries[0]["summary"] | second == entries[0]["summary"]
     stand.pending = ("gateway-2",)
     assert (await stand.good("PUT", path, PRICE | {"output_microusd": 1}, 202))["pending"] == ["gateway-2"]
-
-
-async def test_a_revision_whose_id_has_slashes_has_a_price(stand: Stand) -> None:
-    """Protects models that are named as their hub names them, written either way in a path."""
-    other = replace(REVISION, id="org/small@1")
-    await bootstrap(stand.commands, DeclaredModels((other,)), {})
-    for number, name in enumerate(("org/small@1", "org%2Fsmall%401")):
-        answer = await stand.good("PUT", f"/admin/v1/revisions/{name}/price", PRICE | {"output_microusd": number})
-        assert (answer["revision"], answer["price"]["version"]) == ("org/small@1", number + 2)
 
 
 # ── reports ──────────────────────────────────────────────────────────────────────────────────────────────────────────

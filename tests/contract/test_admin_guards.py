@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from tests.contract.admin_stand import SeededEntropy, Stand, standing
+from tests.contract.admin_stand import SIMULATED, SeededEntropy, Stand, standing
+from tests.signing_keys import private_key
 
 from weir import errors
 from weir.api.admin_auth import authenticate
 from weir.api.admin_bodies import parse_time
 from weir.control.commands import Commands
+from weir.core.registry.signatures import public_key_of
 from weir.core.tenancy import LIMIT_NAMES, Role
 from weir.ports import Catalog
 from weir.storage.memory import MemoryCatalog
@@ -37,6 +39,12 @@ READS = (
     "pools",
     "audit",
     "revisions",
+    "revisions/small-1",
+    "signing-keys",
+    "aliases",
+    "aliases/assistant",
+    "rollouts",
+    "rollouts/canary",
     "generations/acme/r:1",
     "generations/acme/r:1/explanation",
 )
@@ -49,6 +57,9 @@ CHANGES: tuple[tuple[str, str, Any], ...] = (
     ("POST", "tenants/acme/applications/assistant/keys", None),
     ("DELETE", "tenants/acme/applications/assistant/keys/{key}", None),
     ("PUT", "limits", {"scope": {"tenant": "acme"}, "concurrency": 9}),
+    ("POST", "pools", {"name": "more", "revision": "next@1"}),
+    ("PATCH", "pools/more", {"replicas": 2}),
+    ("POST", "pools/more/retire", None),
 )
 RELEASERS: tuple[tuple[str, str, Any], ...] = (
     (
@@ -56,12 +67,24 @@ RELEASERS: tuple[tuple[str, str, Any], ...] = (
         "revisions/small-1/price",
         {"input_microusd": 1, "cached_input_microusd": 1, "output_microusd": 1},
     ),
+    ("PUT", "aliases/assistant", {"revision": "small-1"}),
+    ("POST", "rollouts", {"alias": "assistant", "revision": "next@1"}),
+    ("POST", "rollouts/proposed/pause", None),
+    ("POST", "rollouts/paused/resume", None),
+    ("POST", "rollouts/canary/promote", None),
+    ("POST", "rollouts/canary/roll-back", None),
+    ("POST", "revisions/fresh@1/retire", None),
+    ("POST", "revisions", SIMULATED),
+    ("POST", "revisions/next@1/revoke", None),
 )
+APPROVERS: tuple[tuple[str, str, Any], ...] = (("POST", "revisions/fresh@1/approve", None),)
 OWNERS: tuple[tuple[str, str, Any], ...] = (
     ("GET", "admin-keys", None),
     ("POST", "admin-keys", {"actor": "ann", "role": "viewer"}),
     ("DELETE", "admin-keys/{admin_key}", None),
     ("POST", "tenants/globex/revoke", None),
+    ("POST", "signing-keys", {"name": "other", "public_key": public_key_of(private_key(2)), "roles": ["model"]}),
+    ("DELETE", "signing-keys/build", None),
 )
 
 
@@ -76,6 +99,7 @@ async def test_each_role_may_do_its_own_and_nothing_more(stand: Stand, role: Rol
     may_read, may_change = role is not None, role not in (None, Role.VIEWER)
     requests = [("GET", path, None, may_read) for path in READS]
     requests += [(method, path, body, may_change) for method, path, body in CHANGES]
+    requests += [(method, path, body, role in (Role.APPROVER, Role.OWNER)) for method, path, body in APPROVERS]
     may_release = role in (Role.RELEASER, Role.APPROVER, Role.OWNER)
     requests += [(method, path, body, may_release) for method, path, body in RELEASERS]
     requests += [(method, path, body, role is Role.OWNER) for method, path, body in OWNERS]
@@ -93,7 +117,7 @@ async def test_the_role_matrix_covers_every_route(stand: Stand) -> None:
     """Protects the role matrix from forgetting a new route."""
     document = await stand.good("GET", "/admin/openapi.json", role=None)
     routes = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
-    covered = len(READS) + len(CHANGES) + len(RELEASERS) + len(OWNERS)
+    covered = len(READS) + len(CHANGES) + len(RELEASERS) + len(APPROVERS) + len(OWNERS)
     assert len(routes) == covered
 
 
@@ -165,18 +189,18 @@ async def test_bodies_that_are_no_json_are_problems(stand: Stand) -> None:
     assert (await stand.bad("PUT", "/admin/v1/limits", content=nan, headers=json_type))[1]["field"] == "concurrency"
 
 
-async def test_a_body_beyond_a_mebibyte_is_refused_whether_announced_or_not(stand: Stand) -> None:
+async def test_a_body_beyond_four_mebibytes_is_refused_whether_announced_or_not(stand: Stand) -> None:
     """Protects memory from large bodies."""
 
     async def pieces() -> AsyncIterator[bytes]:
-        for _ in range(17):
+        for _ in range(65):
             yield b" " * 65_536
 
-    for content in (b" " * (1024 * 1024 + 1), pieces()):
+    for content in (b" " * (4 * 1024 * 1024 + 1), pieces()):
         status, problem = await stand.bad(
             "POST", "/admin/v1/tenants", content=content, headers={"content-type": "application/json"}
         )
-        assert (status, problem["code"], problem["limit_bytes"]) == (413, "request_too_large", 1024 * 1024)
+        assert (status, problem["code"], problem["limit_bytes"]) == (413, "request_too_large", 4 * 1024 * 1024)
 
 
 async def test_a_wrong_method_names_all_that_the_path_takes(stand: Stand) -> None:

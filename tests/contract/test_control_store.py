@@ -229,6 +229,16 @@ async def test_the_audit_trail_is_newest_first(catalog: AnyCatalog) -> None:
     assert await catalog.audit(10, before_ms=T0_MS) == []
 
 
+async def test_the_audit_trail_of_a_subject_is_its_own(catalog: AnyCatalog) -> None:
+    """Protects whoever asks what happened to one thing: its entries alone, newest first, however many others lie between."""
+    entries = [AuditEntry(T0_MS + i, "ada", f"act{i}", f"thing{i % 3}", "{}") for i in range(9)]
+    for version, entry in enumerate(entries):
+        await catalog.apply(version, CatalogChange(entry))
+    assert await catalog.audit(2, subject="thing1") == [entries[7], entries[4]]
+    assert await catalog.audit(9, before_ms=T0_MS + 7, subject="thing1") == [entries[4], entries[1]]
+    assert await catalog.audit(9, subject="thing") == []
+
+
 async def test_a_lock_makes_the_catalog_unavailable_only_while_it_lasts(tmp_path: Path) -> None:
     """Protects: a foreign lock refuses changes with our own error, loads go on, and nothing needs a restart."""
     cell = Cell("sqlite", tmp_path, lock_wait_ms=50)

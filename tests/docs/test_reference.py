@@ -39,6 +39,8 @@ NO_CLIENTS = (
     "weir control",
     "weir generate",
     "weir ledger verify",
+    "weir model keygen",
+    "weir model sign",
     "weir sim run",
 )
 """Commands that do not ask the management API."""

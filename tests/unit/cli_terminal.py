@@ -13,16 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from typer.testing import CliRunner
 
 from weir.api.admin import AdminParts, create_admin_app
+from weir.cli.main import command_line
 from weir.control.bootstrap import DEMO_PRICE, bootstrap, draft_keys, shown_secrets
 from weir.control.cell_view import Explanations, GatheredEvidence, PoolReport, ReplicaReport
 from weir.control.commands import Commands
 from weir.control.declared_models import DeclaredModels
+from weir.control.key_ring_commands import KeyRingCommands
+from weir.control.model_commands import ModelCommands
+from weir.control.registration import Registration
+from weir.control.rollout_commands import RolloutCommands
+from weir.control.rollout_loop import Look
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
+from weir.core.tenancy import ServiceClass
 from weir.messages import GenerationRecord
-from weir.ports import Acknowledgement, UsageQuery, UsageRow
+from weir.ports import Acknowledgement, CatalogChange, UsageQuery, UsageRow
+from weir.storage.artifact_store import ArtifactStore
+from weir.storage.artifacts_off_loop import ArtifactsOffLoop
 from weir.storage.memory import MemoryCatalog, MemoryLedger
 
 COMMAND_WAIT_S = 30
@@ -75,7 +85,7 @@ def explained(tenant: str, request_id: str) -> dict[str, Any]:
 
 
 class EmptyCell:
-    """A cell without replicas or traffic, and with one budget."""
+    """A cell without replicas, with one pool and one budget."""
 
     async def accounts(self, tenant: str) -> Sequence[dict[str, Any]]:
         figures = {"limit": 5_000_000, "held": 1_500, "spent": 250_000, "resets_at_ms": 1_700_006_400_000}
@@ -88,7 +98,8 @@ class EmptyCell:
         return []
 
     async def pools(self) -> Sequence[PoolReport]:
-        return []
+        takes = {"tenant": "acme", "service_classes": [ServiceClass.BATCH], "input_tokens_max": 9_000}
+        return [PoolReport("small", "small-1", 2, 1, 4, 5, 3, False, **takes)]  # type: ignore[arg-type]
 
     async def generation(self, tenant: str, request_id: str) -> GenerationRecord | None:
         return None
@@ -179,9 +190,32 @@ class Terminal:
         self.store = MemoryCatalog()
         self.generations = Generations()
         self.commands = Commands(self.store, self._publish, ManualClock(), SeededEntropy())
-        self._admin = create_admin_app(AdminParts(self.commands, BusyLedger(), EmptyCell(), SeededEntropy()))
+        self.rollouts = RolloutCommands(self.commands, ManualClock(), SeededEntropy())
+        self.looks: dict[str, Look] = {}
+        artifacts = ArtifactsOffLoop(ArtifactStore(state / "artifacts"))
+        self._admin = create_admin_app(
+            AdminParts(
+                commands=self.commands,
+                models=ModelCommands(self.commands),
+                registration=Registration(self.commands, artifacts, ManualClock()),
+                key_ring=KeyRingCommands(self.commands, ManualClock()),
+                rollouts=self.rollouts,
+                ledger=BusyLedger(),
+                cell=EmptyCell(),
+                entropy=SeededEntropy(),
+                looks=self,
+            )
+        )
         self.drafted: dict[str, str] = {}
         self.url = ""
+
+    def latest(self, rollout_id: str) -> Look | None:
+        """What was seen of a rollout."""
+        return self.looks.get(rollout_id)
+
+    async def put(self, change: CatalogChange) -> None:
+        """Store a change without asking anybody."""
+        await self.commands.commit(lambda catalog: (None, change))
 
     async def _publish(self, snapshot: Snapshot) -> Acknowledgement:
         return Acknowledgement(snapshot.version)
@@ -197,18 +231,22 @@ class Terminal:
         ready = {"api": self.url, "admin": self.url, **shown_secrets(await self.store.load(), self.drafted)}
         (self.state / "ready.json").write_text(json.dumps(ready))
 
-    async def start(self, *words: str, state: Path | None = None, **environment: str) -> asyncio.subprocess.Process:
+    async def start(
+        self, *words: str, state: Path | None = None, stdout: int = asyncio.subprocess.PIPE, **environment: str
+    ) -> asyncio.subprocess.Process:
         place = ("--state", str(state or self.state))
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "weir.cli.main", *words, *place),
-            stdout=asyncio.subprocess.PIPE,
+            stdout=stdout,
             stderr=asyncio.subprocess.PIPE,
-            env={"PATH": os.environ["PATH"], "PYTHONUTF8": "1"} | environment,
+            env={name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+            | {"PYTHONUTF8": "1"}
+            | environment,
         )
 
     async def run(self, *words: str, state: Path | None = None, **environment: str) -> Result:
         """The command to its end."""
-        process = await self.start(*words, state=state, **environment)
+        process = await self.start(*words, state=state, stdout=asyncio.subprocess.PIPE, **environment)
         out, err = await asyncio.wait_for(process.communicate(), COMMAND_WAIT_S)
         assert process.returncode is not None and b"Traceback" not in err, err.decode()
         return Result(process.returncode, out.decode(), err.decode())
@@ -216,6 +254,18 @@ class Terminal:
     async def good(self, *words: str) -> Any:
         """The JSON of a command that must succeed."""
         result = await self.run(*words)
+        assert (result.status, result.err) == (0, ""), result
+        return json.loads(result.out)
+
+    async def run_here(self, *words: str) -> Result:
+        """The command on a thread of this process: as it answers, without the second that a process takes to start."""
+        done = await asyncio.to_thread(CliRunner().invoke, command_line(words), [*words, "--state", str(self.state)])
+        assert isinstance(done.exception, SystemExit | None), done.exception
+        return Result(done.exit_code, done.stdout, done.stderr)
+
+    async def good_here(self, *words: str) -> Any:
+        """As `good`, in this process."""
+        result = await self.run_here(*words)
         assert (result.status, result.err) == (0, ""), result
         return json.loads(result.out)
 

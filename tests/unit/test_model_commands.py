@@ -101,6 +101,17 @@ async def test_an_alias_of_a_tenant_is_its_own(desk: RegistryDesk) -> None:
         await desk.models.publish("ada", "assistant", STABLE.id, tenant="nobody")
 
 
+async def test_an_aliass_default_output_is_set_kept_and_bounded(desk: RegistryDesk) -> None:
+    """Protects holds: 0 is not the same as nothing said, and no default is above what the revision gives."""
+    for given, default in ((9, 9), (None, 9), (1_024, 1_024)):
+        alias, _ = await desk.models.publish("ada", "assistant", STABLE.id, given)
+        assert alias.default_max_output_tokens == default
+    for wrong in (0, -1, 1_025):
+        with pytest.raises(errors.InvalidRequest) as refused:
+            await desk.models.publish("ada", "assistant", STABLE.id, wrong)
+        assert refused.value.members == {"field": "default_max_output_tokens", "accepted": "an integer 1 … 1024"}
+
+
 async def test_pools_grow_shrink_and_end(desk: RegistryDesk) -> None:
     """Protects pools: sizes and classes change, a name is never given twice, and what a start declared is left to it."""
     pool, _ = await desk.models.create_pool("ada", NewPool("more", STABLE.id, tenant="acme"))
@@ -126,6 +137,12 @@ async def test_pools_grow_shrink_and_end(desk: RegistryDesk) -> None:
         (NewPool("p", STABLE.id, concurrency=0), "concurrency"),
         (NewPool("p", STABLE.id, urls=("http://127.0.0.1:1",)), "urls"),
         (NewPool("p", "served@1"), "urls"),
+        (NewPool("p", "served@1", urls=("http://me:key@127.0.0.1",)), "urls"),
+        (NewPool("p", "served@1", urls=("http://[",)), "urls"),
+        (NewPool("p", STABLE.id, idle_stop_ms=0), "idle_stop_ms"),
+        (NewPool("p", STABLE.id, input_tokens_max=0), "input_tokens_max"),
+        (NewPool("p", STABLE.id, service_classes=()), "service_classes"),
+        (NewPool("p", STABLE.id, service_classes=(ServiceClass.BATCH, ServiceClass.BATCH)), "service_classes"),
     ],
 )
 async def test_a_wrong_pool_is_refused_by_field(desk: RegistryDesk, asked: NewPool, field: str) -> None:
@@ -156,6 +173,8 @@ async def test_keys_are_trusted_and_revoked(desk: RegistryDesk) -> None:
         (errors.AlreadyExists, {"name": "again", "public_key": _public(1)}),
         (errors.InvalidRequest, {"name": "none", "public_key": _public(2), "roles": []}),
         (errors.InvalidRequest, {"name": "past", "public_key": _public(2), "validity": (5, 5)}),
+        (errors.InvalidRequest, {"name": "early", "public_key": _public(2), "validity": (-1, None)}),
+        (errors.InvalidRequest, {"name": "late", "public_key": _public(2), "validity": (None, 10**15)}),
         (errors.InvalidRequest, {"name": "text", "public_key": "not a key"}),
         (errors.NotFound, {"name": "their", "public_key": _public(2), "tenant": "nobody"}),
     ]

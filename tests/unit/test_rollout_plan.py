@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from weir import errors
-from weir.core.registry.rollout_plan import _RANGES, RolloutPlan, Step, Tolerances, check_plan
+from weir.core.registry.rollout_plan import RANGES, RolloutPlan, Step, Tolerances, check_plan
 
 PLAN = RolloutPlan()
 LAST = Step(100, 1, 0)
@@ -27,13 +27,13 @@ def test_the_default_plan_can_be_followed_and_stored() -> None:
 def test_every_number_has_a_range() -> None:
     """Protects this table: a field added to the plan needs a range."""
     names = {declared.name for part in (RolloutPlan, Tolerances, Step) for declared in fields(part)}
-    assert set(_RANGES) == names - {"steps", "tolerances"}
+    assert set(RANGES) == names - {"steps", "tolerances"}
 
 
-@pytest.mark.parametrize("name", [*_RANGES])
+@pytest.mark.parametrize("name", [*RANGES])
 def test_what_is_out_of_range_is_refused_with_its_field(name: str) -> None:
     """Protects a plan's owner: below, above, and what is no number at all, each named with what would be accepted."""
-    low, high = _RANGES[name]
+    low, high = RANGES[name]
 
     def plan(value: Any) -> tuple[RolloutPlan, str]:
         if name in {declared.name for declared in fields(Tolerances)}:

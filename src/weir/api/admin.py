@@ -14,8 +14,8 @@ from starlette.types import Scope as AsgiScope
 
 import weir
 from weir import errors
-from weir.api import admin_reports
-from weir.api.admin_auth import Operator, Owner, Releaser, Viewer
+from weir.api import admin_models, admin_reports, admin_rollouts
+from weir.api.admin_auth import Operator, Owner, Viewer
 from weir.api.admin_bodies import (
     ApplicationPatch,
     LimitsBody,
@@ -24,7 +24,6 @@ from weir.api.admin_bodies import (
     NewApplication,
     NewKey,
     NewTenant,
-    PriceBody,
     TenantPatch,
 )
 from weir.api.admin_parts import PENDING, AdminParts, Parts, admin_router
@@ -40,9 +39,6 @@ from weir.api.admin_views import (
     LimitsView,
     NewAdminKeyView,
     NewKeyView,
-    RevisionList,
-    RevisionPriceView,
-    RevisionView,
     TenantList,
     TenantView,
     acknowledged,
@@ -102,9 +98,10 @@ def create_admin_app(parts: AdminParts) -> FastAPI:
         },
     )
     app.state.parts = parts
-    app.state.routes = [*router.routes, *admin_reports.router.routes]
-    app.include_router(router)
-    app.include_router(admin_reports.router)
+    routers = (router, admin_models.router, admin_rollouts.router, admin_reports.router)
+    app.state.routes = [route for each in routers for route in each.routes]
+    for each in routers:
+        app.include_router(each)
     install_problems(app)
     return app
 
@@ -270,20 +267,3 @@ async def get_limits(query: Annotated[LimitsQuery, Query()], caller: Viewer) -> 
         require_tenant(caller.catalog, query.tenant)
     entries = limits_matching(caller.catalog, parts)
     return shown(LimitsList(limits=[LimitsView.of(scope, limits) for scope, limits in entries]))
-
-
-# ── prices ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@router.get("/revisions", response_model=RevisionList)
-async def list_revisions(caller: Viewer) -> JSONResponse:
-    """All revisions by id, each with its price now and its whole schedule, oldest version first."""
-    catalog = caller.catalog
-    return shown(RevisionList(revisions=[RevisionView.of(revision, catalog.prices) for revision in catalog.revisions]))
-
-
-@router.put("/revisions/{revision:path}/price", response_model=RevisionPriceView, responses=PENDING)
-async def put_price(revision: str, body: PriceBody, caller: Releaser, parts: Parts) -> JSONResponse:
-    """A new version of a revision's price schedule, micro-dollars per million tokens; holds taken before keep theirs."""
-    price, done = await parts.commands.set_price(caller.actor, revision, **body.model_dump())
-    return acknowledged(RevisionPriceView.of(revision, price), done)

@@ -1,7 +1,8 @@
 """Who administers: bearer admin keys and what each role may do.
 
-A viewer reads; an operator also changes tenants, applications, keys and limits; a releaser also prices; an owner may do
-everything. The actor of the audit trail comes from the key and is never accepted from a request.
+A viewer reads; an operator also changes tenants, applications, keys, limits and pools; a releaser also registers, prices and
+releases; an approver also approves, which is a right of its own that no other role but the owner's has. The actor of the audit
+trail comes from the key and is never accepted from a request.
 """
 
 from collections import Counter
@@ -88,4 +89,5 @@ def at_least(role: Role) -> Callable[..., Awaitable[Caller]]:
 Viewer = Annotated[Caller, Depends(at_least(Role.VIEWER))]
 Operator = Annotated[Caller, Depends(at_least(Role.OPERATOR))]
 Releaser = Annotated[Caller, Depends(at_least(Role.RELEASER))]
+Approver = Annotated[Caller, Depends(at_least(Role.APPROVER))]
 Owner = Annotated[Caller, Depends(at_least(Role.OWNER))]

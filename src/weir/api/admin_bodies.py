@@ -43,9 +43,27 @@ class Parameters(Known):
 
 
 class Body(Known):
-    """A JSON body: no value is coerced from another type."""
+    """A JSON body: no value is coerced from another type. Raises InvalidRequest for text that no store takes."""
 
     model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_whole_characters(cls, value: Any) -> Any:
+        for name, text in value.items() if isinstance(value, dict) else ():
+            if isinstance(text, str) and not _is_storable(text):
+                accepted = "Unicode text without the character 0"
+                raise errors.InvalidRequest(f"{name} is no text.", members={"field": name, "accepted": accepted})
+        return value
+
+
+def _is_storable(text: str) -> bool:
+    """JSON can write halves of characters, which have no bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text
 
 
 def _whole_number(least: int, most: int) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from weir import errors
 from weir.api.wire import problem
 from weir.units import Bytes
 
-BODY_BYTES_MAX: Bytes = 1024 * 1024
-"""The largest administrative body is a few kilobytes; a mebibyte leaves room and bounds what a request can occupy."""
+BODY_BYTES_MAX: Bytes = 4 * 1024 * 1024
+"""The largest evaluation set has a mebibyte, and up to three times as much where JSON escapes its characters."""
 
 PROBLEM_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -37,6 +37,8 @@ PROBLEM_SCHEMA: dict[str, Any] = {
 
 def problem_response(error: errors.WeirError) -> Response:
     """An error of ours as HTTP, with the headers that a 401 and a 405 owe."""
+    if isinstance(field := error.members.get("field"), str):  # JSON can name a field by half a character, and nobody else
+        error.members = {**error.members, "field": field.encode("utf-8", "replace").decode()}
     rendered = problem(error, now_wall_ms=0)  # no administrative refusal has a time of reset
     headers = {name.decode(): value.decode() for name, value in rendered.headers}
     if isinstance(error, errors.Unauthenticated):

@@ -4,7 +4,7 @@ No answer has a field for a digest or an engine's credential, so that none can l
 creation only. A field whose default is None is absent when it is None.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -13,8 +13,6 @@ from pydantic import BaseModel, ConfigDict
 
 from weir.api.generations import generation_body
 from weir.api.wire import rfc3339
-from weir.core.metering import Price
-from weir.core.registry.model import Revision, RevisionPrice
 from weir.core.tenancy import LIMIT_NAMES, Application, Limits, Role, Scope, ServiceClass
 from weir.messages import GenerationRecord
 from weir.ports import Acknowledgement, AuditEntry
@@ -117,55 +115,6 @@ class LimitsView(Changed):
         """One entry; a limit that is not set is absent."""
         amounts = {name: amount for name in LIMIT_NAMES if (amount := getattr(limits, name)) is not None}
         return cls.model_validate({"scope": scope.public(), **amounts})
-
-
-class PriceView(View):
-    """One version of a price schedule, in micro-dollars per million tokens."""
-
-    version: int
-    input_microusd: int
-    cached_input_microusd: int
-    output_microusd: int
-
-
-class RevisionView(View):
-    """A revision, its price now, and its whole schedule, oldest version first."""
-
-    id: str
-    engine: str
-    revoked: bool
-    price: PriceView
-    prices: list[PriceView]
-
-    @classmethod
-    def of(cls, revision: Revision, schedule: Iterable[RevisionPrice]) -> Self:
-        """A revision with its entries of the schedule."""
-        prices = [PriceView.model_validate(entry.price) for entry in schedule if entry.revision == revision.id]
-        return cls(
-            id=revision.id,
-            engine=revision.engine,
-            revoked=revision.revoked,
-            price=PriceView.model_validate(revision.price),
-            prices=sorted(prices, key=lambda price: price.version),
-        )
-
-
-class RevisionPriceView(Changed):
-    """A revision's price from now on."""
-
-    revision: str
-    price: PriceView
-
-    @classmethod
-    def of(cls, revision: str, price: Price) -> Self:
-        """The price in force for a revision."""
-        return cls(revision=revision, price=PriceView.model_validate(price))
-
-
-class RevisionList(View):
-    """All revisions."""
-
-    revisions: list[RevisionView]
 
 
 class TenantList(View):

@@ -20,7 +20,10 @@ from weir.control.commands import Commands
 from weir.control.declared_models import DeclaredModels
 from weir.control.evaluation import Evaluator
 from weir.control.kept_pools import Wanted, kept_pools, stable_revisions
+from weir.control.key_ring_commands import KeyRingCommands
+from weir.control.model_commands import ModelCommands
 from weir.control.refresh import PERIOD_S, Refresh
+from weir.control.registration import Registration
 from weir.control.replica_upkeep import FleetReports
 from weir.control.rollout_commands import RolloutCommands
 from weir.control.rollout_loop import RolloutLoop
@@ -133,7 +136,20 @@ class ControlSide:
     def _create_admin_app(self, view: CellView) -> Any:
         from weir.api.admin import AdminParts, create_admin_app
 
-        return create_admin_app(AdminParts(self.commands, self._parts.stores.ledger, view, self._parts.entropy))
+        assert self.rollout_loop is not None, "it is started before anybody can ask"
+        clock, entropy = self._parts.clock, self._parts.entropy
+        parts = AdminParts(
+            commands=self.commands,
+            models=ModelCommands(self.commands),
+            registration=Registration(self.commands, self.artifacts, clock),
+            key_ring=KeyRingCommands(self.commands, clock),
+            rollouts=self.rollouts,
+            looks=self.rollout_loop,
+            ledger=self._parts.stores.ledger,
+            cell=view,
+            entropy=entropy,
+        )
+        return create_admin_app(parts)
 
     async def aclose(self) -> None:
         """No engine is spoken to any more."""

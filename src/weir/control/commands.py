@@ -109,9 +109,9 @@ class Commands:
         """Everything approved, in one consistent read."""
         return await self._current()
 
-    async def audit_trail(self, limit: int, before_ms: Millis | None = None) -> list[AuditEntry]:
-        """The newest audit entries, newest first."""
-        return await self._store.audit(limit, before_ms)
+    async def audit_trail(self, limit: int, before_ms: Millis | None = None, subject: str | None = None) -> list[AuditEntry]:
+        """The newest audit entries, newest first; only those before a time, and of a subject, where these are given."""
+        return await self._store.audit(limit, before_ms, subject)
 
     # ── tenants ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

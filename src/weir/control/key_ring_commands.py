@@ -16,6 +16,8 @@ from weir.core.registry.signatures import read_public_key
 from weir.ports import Catalog, CatalogChange, Clock
 from weir.units import Millis
 
+TIME_MS_MAX: Millis = 253_402_300_799_000
+"""The last second of the year 9999: later ones have no RFC 3339 form."""
 _ROLES = ", ".join(KeyRole)
 
 
@@ -43,9 +45,7 @@ class KeyRingCommands:
         if not roles:
             raise errors.InvalidRequest("A key needs a role.", members={"field": "roles", "accepted": _ROLES})
         not_before_ms = self._clock.wall_ms() if validity[0] is None else validity[0]
-        if validity[1] is not None and validity[1] <= not_before_ms:
-            members = {"field": "not_after", "accepted": "a time after not_before"}
-            raise errors.InvalidRequest("A key's validity ends after it begins.", members=members)
+        _check_validity(not_before_ms, validity[1])
         key = SigningKey(name, read_public_key(public_key), frozenset(roles), tenant, not_before_ms, validity[1])
         summary = {"fingerprint": key.fingerprint, "roles": sorted(key.roles), "tenant": tenant}
         entry = self._commands.audit_entry(actor, "key_ring.add", name, summary)
@@ -72,3 +72,12 @@ class KeyRingCommands:
             return revoked, None if key.revoked else CatalogChange(entry, signing_keys=(revoked,))
 
         return await self._commands.commit(plan)
+
+
+def _check_validity(not_before_ms: Millis, not_after_ms: Millis | None) -> None:
+    for field, time_ms in (("not_before", not_before_ms), ("not_after", not_after_ms)):
+        if time_ms is not None and not 0 <= time_ms <= TIME_MS_MAX:
+            raise errors.InvalidRequest(f"{field} is no year of a key.", members={"field": field, "accepted": "1970 … 9999"})
+    if not_after_ms is not None and not_after_ms <= not_before_ms:
+        members = {"field": "not_after", "accepted": "a time after not_before"}
+        raise errors.InvalidRequest("A key's validity ends after it begins.", members=members)

@@ -12,7 +12,7 @@ from typing import Any, TypedDict, Unpack
 from weir import errors
 from weir.control.catalog_lookup import require_pool, require_revision, require_tenant
 from weir.control.commands import Commands, Outcome
-from weir.control.validation import check_alias, check_name, check_number
+from weir.control.validation import check_alias, check_name, check_number, check_url
 from weir.core.registry.approval import Act, after, check_approver
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
 from weir.core.tenancy import ServiceClass
@@ -22,6 +22,8 @@ from weir.units import Millis, Tokens
 REPLICAS_MAX = 1_024
 CONCURRENCY_MAX = 65_536
 URLS_MAX = 256
+INPUT_TOKENS_MAX: Tokens = 100_000_000
+IDLE_STOP_MS_MIN, IDLE_STOP_MS_MAX = 1_000, 86_400_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +129,10 @@ class ModelCommands:
             before = next((alias for alias in catalog.aliases if (alias.tenant, alias.name) == (tenant, name)), None)
             if rollout := running_rollout(catalog, tenant, name):
                 raise errors.NotAllowedNow(f"Rollout {rollout} moves this alias.", members={"rollout": rollout})
-            default = default_max_output_tokens or (before.default_max_output_tokens if before else known.typical_output_tokens)
+            default = before.default_max_output_tokens if before else known.typical_output_tokens
             if default_max_output_tokens is not None:
-                check_number("default_max_output_tokens", default, 1, known.max_output_tokens)
+                check_number("default_max_output_tokens", default_max_output_tokens, 1, known.max_output_tokens)
+                default = default_max_output_tokens
             changed = Alias(name, revision, min(default, known.max_output_tokens), tenant=tenant)
             summary = {"revision": revision, "tenant": tenant, "before": before.revision if before else None}
             entry = self._commands.audit_entry(actor, "alias.publish", name, summary)
@@ -144,7 +147,7 @@ class ModelCommands:
     async def create_pool(self, actor: str, asked: NewPool) -> Outcome[Pool]:
         """Start replicas of a revision that serves. Raises InvalidRequest, NotFound, AlreadyExists, NotAllowedNow."""
         check_name("name", asked.name)
-        _check_sizes(asked.replicas, asked.concurrency)
+        _check_asked(asked)
         pool = Pool(**{name: getattr(asked, name) for name in NewPool.__dataclass_fields__})
         summary = {"revision": asked.revision, "replicas": asked.replicas, "tenant": asked.tenant}
         entry = self._commands.audit_entry(actor, "pool.create", asked.name, summary)
@@ -165,6 +168,7 @@ class ModelCommands:
         changes: dict[str, Any] = {field: value for field, value in wanted.items() if value is not None}
         if "service_classes" in changes:
             changes["service_classes"] = tuple(changes["service_classes"])
+            _check_service_classes(changes["service_classes"])
 
         def plan(catalog: Catalog) -> tuple[Pool, CatalogChange | None]:
             pool = _administered(require_pool(catalog, name))
@@ -240,6 +244,23 @@ def _administered(pool: Pool) -> Pool:
         detail = f"Pool {pool.name!r} belongs to the way the cell was started; change that."
         raise errors.NotAllowedNow(detail, members={})
     return pool
+
+
+def _check_asked(asked: NewPool) -> None:
+    """Raises InvalidRequest unless everything that does not depend on the catalog is right."""
+    _check_sizes(asked.replicas, asked.concurrency)
+    _check_service_classes(asked.service_classes)
+    check_number("idle_stop_ms", asked.idle_stop_ms, IDLE_STOP_MS_MIN, IDLE_STOP_MS_MAX)
+    if asked.input_tokens_max is not None:
+        check_number("input_tokens_max", asked.input_tokens_max, 1, INPUT_TOKENS_MAX)
+    for url in asked.urls[: URLS_MAX + 1]:  # how many there may be is said with the engine
+        check_url("urls", url)
+
+
+def _check_service_classes(named: Sequence[ServiceClass]) -> None:
+    if not named or len(set(named)) != len(named):
+        members = {"field": "service_classes", "accepted": f"one or more of {', '.join(ServiceClass)}, each once"}
+        raise errors.InvalidRequest("service_classes names no class, or one twice.", members=members)
 
 
 def _check_sizes(replicas: int, concurrency: int) -> None:

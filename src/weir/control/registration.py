@@ -6,8 +6,10 @@ never recorded is found by its content the next time. Nothing serves by being re
 """
 
 import asyncio
+import errno
 import hashlib
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -241,13 +243,20 @@ def _absolute(name: str, text: str | None) -> Path:
 def _read_bundle(path: Path) -> bytes:
     """The signature's file. Raises InvalidRequest."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "it is no plain file")
             content = file.read(BUNDLE_BYTES_MAX + 1)
     except OSError as fault:
-        reason = os.strerror(fault.errno) if fault.errno else "unknown fault"
+        reason = fault.strerror or "unknown fault"
         members = {"field": "signature", "accepted": "a file that control can read"}
         raise errors.InvalidRequest(f"The signature cannot be read: {reason}.", members=members) from fault
     if len(content) > BUNDLE_BYTES_MAX:
         members = {"field": "signature", "accepted": f"at most {BUNDLE_BYTES_MAX} bytes"}
         raise errors.InvalidRequest("The signature is too large.", members=members)
     return content
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """A pipe without a writer would keep a thread for ever."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)

@@ -13,6 +13,7 @@ from weir import errors
 from weir.control.catalog_lookup import require_alias, require_revision, require_rollout
 from weir.control.commands import Commands, Outcome
 from weir.control.model_commands import check_publishable, pools_of, running_rollout, targets_of
+from weir.control.validation import check_detail
 from weir.core.registry.approval import Act, after
 from weir.core.registry.model import Alias, Canary, EngineKind, Pool, Revision
 from weir.core.registry.rollout import (
@@ -114,7 +115,11 @@ class RolloutCommands:
     async def roll_back(
         self, actor: str, rollout_id: str, detail: str = "An administrator rolled it back."
     ) -> Outcome[Rollout]:
-        """Send everybody to the stable revision, at once. Raises NotFound, NotAllowedNow once it is over."""
+        """Send everybody to the stable revision, at once. detail: why, one line for people.
+
+        Raises InvalidRequest for the detail, NotFound, NotAllowedNow once it is over.
+        """
+        check_detail("detail", detail)
         return await self.act(
             actor, rollout_id, lambda rollout: RollBack(self._clock.wall_ms(), RollbackReason.OPERATOR, detail)
         )

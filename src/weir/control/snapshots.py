@@ -4,8 +4,9 @@ Pure: the same catalog gives the same snapshot. It drops nothing that is revoked
 a revoked credential from an unknown one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from weir.core.registry.rollout_record import Rollout
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import Limits, Scope
 from weir.ports import Catalog
@@ -28,9 +29,15 @@ def build_snapshot(catalog: Catalog, before: Snapshot = _FIRST) -> Snapshot:
         revisions={revision.id: revision for revision in catalog.revisions},
         pools={pool.name: pool for pool in catalog.pools if not pool.retired},
         prices={(entry.revision, entry.price.version): entry.price for entry in catalog.prices},
-        moving=frozenset(name for each in catalog.rollouts if not each.is_over for name in (each.stable, each.canary)),
+        moving=_moving(catalog.rollouts),
         limits=_shared({scope: limits for scope, limits in catalog.limits if not limits.is_empty}, before.limits),
     )
+
+
+def _moving(rollouts: Iterable[Rollout]) -> frozenset[str]:
+    """The revisions that rollouts move from or to now."""
+    under_way = [rollout for rollout in rollouts if not rollout.is_over]
+    return frozenset([rollout.stable for rollout in under_way] + [rollout.canary for rollout in under_way])
 
 
 def _shared(limits: dict[Scope, Limits], before: Mapping[Scope, Limits]) -> dict[Scope, Limits]:

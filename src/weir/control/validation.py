@@ -1,4 +1,4 @@
-"""What administrators may set: names, aliases, time zones, weights, limits and prices, each with its accepted form.
+"""What administrators may set: names, aliases, addresses, time zones, weights, limits and prices, each with its accepted form.
 
 Pure. A value that is refused is named with its field and what would be accepted.
 """
@@ -7,6 +7,7 @@ import re
 import zoneinfo
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from weir import errors
 from weir.core.tenancy import LIMIT_NAMES, TENANT_WEIGHT_MAX
@@ -14,6 +15,8 @@ from weir.units import INT64_MAX
 
 NAME_PATTERN = "[a-z0-9][a-z0-9._-]{0,62}"
 ALIAS_PATTERN = "[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}"
+URL_CHARACTERS_MAX = 2_048
+DETAIL_CHARACTERS_MAX = 500
 PRICE_MAX = 1_000_000_000
 """Micro-dollars per million tokens: a thousand dollars, above which a sum could leave the store's integers."""
 
@@ -28,6 +31,25 @@ def check_alias(field: str, name: str) -> None:
     """Raises InvalidRequest unless it can be an alias."""
     if not re.fullmatch(ALIAS_PATTERN, name):
         raise errors.InvalidRequest(f"{field} is not a valid alias.", members={"field": field, "accepted": ALIAS_PATTERN})
+
+
+def check_detail(field: str, text: str) -> None:
+    """Raises InvalidRequest unless it is a line of text that can be shown as it is."""
+    if not (text.isprintable() and text.strip() and len(text) <= DETAIL_CHARACTERS_MAX):
+        accepted = f"one line of 1 … {DETAIL_CHARACTERS_MAX} printable characters"
+        raise errors.InvalidRequest(f"{field} is no line of text.", members={"field": field, "accepted": accepted})
+
+
+def check_url(field: str, url: str) -> None:
+    """Raises InvalidRequest, without the URL, unless it is one of scheme, host, port and path alone."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or len(url) > URL_CHARACTERS_MAX or not re.fullmatch("[!-~]+", url) or set(url) & set("@?#"):
+        members = {"field": field, "accepted": "http[s]://HOST[:PORT][/PATH]; a key belongs in the file of engine.api_key_file"}
+        raise errors.InvalidRequest(f"{field} holds what is no address of an engine.", members=members)
 
 
 def check_number(field: str, value: object, low: int, high: int) -> None:

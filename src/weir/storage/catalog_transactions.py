@@ -52,12 +52,14 @@ def apply(expected_version: int, change: CatalogChange, connection: Connection) 
     return version
 
 
-def audit(limit: int, before_ms: Millis | None, connection: Connection) -> list[AuditEntry]:
-    """The newest audit entries, newest first; before_ms: only those before that time."""
+def audit(limit: int, before_ms: Millis | None, subject: str | None, connection: Connection) -> list[AuditEntry]:
+    """The newest audit entries, newest first; only those before a time, and of a subject, where these are given."""
     table = schema.AUDIT
     wanted = select(table.c.at_ms, table.c.actor, table.c.action, table.c.subject, table.c.summary)
     if before_ms is not None:
         wanted = wanted.where(table.c.at_ms < before_ms)
+    if subject is not None:
+        wanted = wanted.where(table.c.subject == subject)
     with connection.begin():
         found = connection.execute(wanted.order_by(table.c.at_ms.desc(), table.c.id.desc()).limit(limit))
         return [AuditEntry(*row) for row in found]

@@ -349,10 +349,11 @@ class MemoryCatalog:
         key = (revision.id, revision.price.version)
         assert self._prices.setdefault(key, RevisionPrice(revision.id, revision.price)).price == revision.price
 
-    async def audit(self, limit: int, before_ms: Millis | None = None) -> list[AuditEntry]:
-        """The newest audit entries, newest first; before_ms: only those before that time."""
-        oldest_first = sorted(self._audit, key=lambda entry: entry.at_ms)
-        return [entry for entry in reversed(oldest_first) if before_ms is None or entry.at_ms < before_ms][:limit]
+    async def audit(self, limit: int, before_ms: Millis | None = None, subject: str | None = None) -> list[AuditEntry]:
+        """The newest audit entries, newest first; only those before a time, and of a subject, where these are given."""
+        newest_first = sorted(self._audit, key=lambda entry: entry.at_ms)[::-1]
+        earlier = (entry for entry in newest_first if before_ms is None or entry.at_ms < before_ms)
+        return [entry for entry in earlier if subject in (None, entry.subject)][:limit]
 
     async def aclose(self) -> None:
         """Nothing to close: the object stays readable."""

@@ -289,4 +289,5 @@ AUDIT = Table(
     *_numbers("version", "at_ms"),
     *_texts("actor", "action", "subject", "summary"),
     Index("audit_at", "at_ms"),
+    Index("audit_of_subject", "subject", "at_ms"),
 )

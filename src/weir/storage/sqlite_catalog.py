@@ -50,9 +50,9 @@ class SqliteCatalog:
         """Apply a change if the catalog is still at expected_version; the new version. Raises AlreadyExists when it is not."""
         return await self._thread.run(partial(work.apply, expected_version, change))
 
-    async def audit(self, limit: int, before_ms: Millis | None = None) -> list[AuditEntry]:
-        """The newest audit entries, newest first; before_ms: only those before that time."""
-        return await self._thread.run(partial(work.audit, limit, before_ms))
+    async def audit(self, limit: int, before_ms: Millis | None = None, subject: str | None = None) -> list[AuditEntry]:
+        """The newest audit entries, newest first; only those before a time, and of a subject, where these are given."""
+        return await self._thread.run(partial(work.audit, limit, before_ms, subject))
 
     async def aclose(self) -> None:
         """Finish what was asked for and close the connection. Idempotent."""

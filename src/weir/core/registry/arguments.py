@@ -36,7 +36,7 @@ class _Number:
     high: float
 
     def takes(self, value: Argument) -> bool:
-        return type(value) in (int, float) and self.low <= float(value) <= self.high
+        return isinstance(value, int | float) and type(value) is not bool and self.low <= value <= self.high
 
     def __str__(self) -> str:
         return f"a number {self.low} … {self.high}"

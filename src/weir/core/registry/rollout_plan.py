@@ -82,7 +82,7 @@ class RolloutPlan:
     back_ms: Millis = 5 * _MINUTE  # the longest default deadline of interactive requests: all of them end by themselves
 
 
-_RANGES: dict[str, tuple[float, float]] = {
+RANGES: dict[str, tuple[float, float]] = {
     "interval_ms": (100, 10 * _MINUTE),
     "false_alarm_rate": (0.0001, 0.5),
     "evaluation_score_min": (0, 1),
@@ -101,6 +101,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "samples_min": (1, 1_000_000),
     "time_min_ms": (0, 30 * _DAY),
 }
+"""What each number may be, by its name."""
 
 
 def check_plan(plan: RolloutPlan) -> None:
@@ -125,9 +126,9 @@ def _check_steps(steps: Sequence[Step]) -> None:
 
 def _check_fields(part: RolloutPlan | Tolerances | Step, path: str) -> None:
     for declared in fields(part):
-        if declared.name not in _RANGES:
+        if declared.name not in RANGES:
             continue
-        low, high = _RANGES[declared.name]
+        low, high = RANGES[declared.name]
         value: Any = getattr(part, declared.name)
         is_share = declared.type is float
         kinds = (int, float) if is_share else (int,)

@@ -41,6 +41,7 @@ def upgrade() -> None:
         sa.Column("proposed_by", sa.Text, nullable=False),
         sa.Column("proposed_at_ms", sa.BigInteger, nullable=False),
     )
+    op.create_index("audit_of_subject", "audit", ["subject", "at_ms"])
 
 
 def _revisions() -> None:
