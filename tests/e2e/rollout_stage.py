@@ -27,7 +27,7 @@ class Rollouts:
 
     def approved(self, name: str, **fields: Any) -> str:
         """The id of a revision of the simulated engine that may serve."""
-        asked = {"name": name, "engine": "simulated", "artifact": "demo", "context_tokens": 32_768, **PRICES, **fields}
+        asked = {"name": name, "engine": "simulated", "artifact": "demo", "context_tokens": 32_768, "price": PRICES, **fields}
         revision: str = self.admin.done("POST", "/revisions", asked)["id"]
         self.approver.done("POST", f"/revisions/{revision}/approve")
         return revision
@@ -103,4 +103,4 @@ class Load:
 
 def actions(shown: Json) -> Sequence[str]:
     """What was done with a rollout, oldest first."""
-    return [entry["action"] for entry in shown["history"]]
+    return [entry["action"] for entry in reversed(shown["history"])]
