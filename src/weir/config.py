@@ -48,6 +48,7 @@ _TEXTS = {
     "authority_file": "a path",
     "token_file": "a path",
     "control_token_file": "a path",
+    "vllm_python": "a path",
     "listen": "HOST:PORT",
     "url": "a PostgreSQL URL",
     "tenant": "a tenant's name",
@@ -121,6 +122,7 @@ class EngineConfig:
     probe_ms: Millis = 2_000  # between probes of a ready replica
     restart_backoff_ms: Millis = 1_000  # before a restart, or another try of a replica that failed: first; doubles to 30 s
     api_key_file: str | None = None  # a file with the bearer key of the engine behind `--engine URL`; read at start
+    vllm_python: str | None = None  # the interpreter that has vLLM: its packages are not ours; None: this one
     external: bool = False  # `--engine URL` is outside the platform: only tenants with external_allowed
 
 

@@ -3,81 +3,34 @@
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 import uvloop
+from tests.contract.approved_stand import POOL, REVISION, Meddler, Stand, children
 from tests.contract.artifact_folders import (
     CHANGES,
     DIGEST,
-    FILES,
     HEX,
     MODEL,
     NOW_MS,
-    Trust,
     descriptors,
     key_of,
     manifest_for,
-    signed,
-    write,
 )
 
-from weir.app.approved_files import CatalogTrustedFiles, LoadedModel
-from weir.core.metering import Price
 from weir.core.registry.key_ring import KeyRole, SigningKey
-from weir.core.registry.model import EngineKind, Pool, Revision
+from weir.core.registry.model import EngineKind, Revision
 from weir.engines.http_client import HttpClient
 from weir.engines.http_exchange import HttpRequest
 from weir.engines.launcher import LocalLauncher
 from weir.engines.packaged_models import smollm2_path
 from weir.errors import ArtifactRefused, EngineError
-from weir.ports import AuditEntry, CatalogChange
-from weir.storage.artifact_store import ArtifactStore
-from weir.storage.artifacts_off_loop import ArtifactsOffLoop
-from weir.storage.memory import MemoryCatalog
 
 WAIT_S = 60
-POOL = Pool("p", "v", 1, 2)
-REVISION = Revision("v", EngineKind.LLAMACPP, MODEL, 512, 128, 64, Price(1, 1, 1, 1), artifact_digest=DIGEST)
-
-
-class StandingClock:
-    """Always the same moment."""
-
-    def monotonic_ns(self) -> int:
-        return 0
-
-    def wall_ms(self) -> int:
-        return NOW_MS
-
-
-class Stand:
-    """A store with a registered artifact, a catalog with a key ring, and a launcher on both."""
-
-    def __init__(self, path: Path) -> None:
-        self.directory = path / "artifacts"
-        self.folder = path / "folder"
-        self.store = ArtifactStore(self.directory)
-        self.artifacts = ArtifactsOffLoop(self.store)
-        self.catalog = MemoryCatalog()
-        self.files = CatalogTrustedFiles(self.artifacts, self.catalog, StandingClock())
-        self.launcher = LocalLauncher(threads=2, files=self.files)
-
-    async def trust(self, *keys: SigningKey) -> None:
-        change = CatalogChange(AuditEntry(0, "a", "b", "c", "{}"), signing_keys=keys)
-        await self.catalog.apply(await self.catalog.version(), change)
-
-    async def keep(self, files: dict[str, bytes] = FILES, number: int = 1) -> str:
-        write(self.folder, files)
-        trust = Trust([key_of(number)])
-        kept = await self.artifacts.keep(self.folder, signed(files, number), trust.of())
-        for path in self.directory.rglob("*"):
-            path.chmod(0o755)  # whoever tampers may write
-        return kept.manifest.digest
 
 
 @pytest.fixture
@@ -118,21 +71,6 @@ async def test_a_key_that_is_good_no_more_stops_the_start(stand: Stand, key: Sig
         await stand.launcher.launch(REVISION, POOL)
 
 
-async def test_roles_and_tenants_of_what_is_loaded(stand: Stand) -> None:
-    """Protects tenants: a tenant's adapter needs a key for adapters that is that tenant's own or everybody's."""
-    await stand.keep()
-    await stand.trust(key_of(1, roles=frozenset([KeyRole.ADAPTER]), tenant="acme"))
-    adapter = replace(REVISION, adapter_of="base", tenant="acme")
-    async with stand.files.opened(adapter) as files:
-        [descriptor] = files.descriptors
-        assert files.model == f"/proc/self/fd/{descriptor}"
-        assert os.pread(descriptor, 10_000, 0) == FILES[MODEL]
-        files.check_unchanged()
-    for other in (replace(adapter, tenant="globex"), replace(adapter, tenant=None), replace(adapter, adapter_of=None)):
-        with pytest.raises(EngineError, match=r"only for artifacts|not model"):
-            await stand.launcher.launch(other, POOL)
-
-
 async def test_an_artifact_that_nobody_can_load(stand: Stand) -> None:
     """Protects what is served: a digest is never passed over, neither without a store nor by an engine that loads nothing."""
     with pytest.raises(EngineError, match="Nothing here loads the artifact of v"):
@@ -140,6 +78,8 @@ async def test_an_artifact_that_nobody_can_load(stand: Stand) -> None:
     simulated = replace(REVISION, engine=EngineKind.SIMULATED, artifact="demo")
     with pytest.raises(EngineError, match="which is for simulated"):
         await stand.launcher.launch(simulated, POOL)
+    with pytest.raises(EngineError, match="which is for vllm"):
+        await stand.launcher.launch(replace(REVISION, engine=EngineKind.VLLM, artifact_digest=None), POOL)
     with pytest.raises(EngineError, match="Nothing of the digest"):
         await stand.launcher.launch(REVISION, POOL)
 
@@ -184,25 +124,6 @@ async def test_whoever_stops_waiting_leaves_nothing_open(stand: Stand, outcome: 
 
 
 # ── a real model ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Meddler:
-    """Files that somebody touches as they are handed over."""
-
-    def __init__(self, files: CatalogTrustedFiles, meddle: Callable[[], object]) -> None:
-        self._files = files
-        self._meddle = meddle
-
-    @asynccontextmanager
-    async def opened(self, revision: Revision) -> AsyncIterator[LoadedModel]:
-        """The same, once they were touched."""
-        async with self._files.opened(revision) as files:
-            self._meddle()
-            yield files
-
-
-def children() -> set[int]:
-    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
 def open_files(pid: int) -> set[str]:

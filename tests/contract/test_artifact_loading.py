@@ -1,6 +1,7 @@
 """A replica loads exactly what was approved: what is kept is verified anew at each load, and whatever was done to it shows."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,6 +108,45 @@ def test_what_changed_since_it_was_verified_is_refused(
         with pytest.raises(ArtifactRefused, match=r"model\.gguf changed while it was read") as refused:
             artifact.check_unchanged()
     assert refused.value.members == {"field": "artifact", "reason": ArtifactFlaw.CHANGED_MEANWHILE, "file": MODEL}
+
+
+def move_and_back(kept: Path) -> None:
+    kept.rename(kept.with_name("elsewhere"))
+    kept.with_name("elsewhere").rename(kept)
+
+
+def swap_for_a_copy(kept: Path) -> None:
+    shutil.copytree(kept, kept.with_name("copy"))
+    kept.rename(kept.with_name("elsewhere"))
+    kept.with_name("copy").rename(kept)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (edit_in_place, r"The file model\.gguf changed"),
+        (replace_by_name, r"The file model\.gguf changed"),
+        (lambda kept: (kept / "added.json").write_bytes(b"{}"), r"The file added\.json changed"),
+        (lambda kept: (kept / "config.json").unlink(), r"The file config\.json changed"),
+        (lambda kept: (kept / "docs").rename(kept / "more"), r"The file docs/deep/README\.md changed"),
+        (lambda kept: (kept / "added").mkdir(), "The artifact's folder was moved, or changed"),
+        (move_and_back, "The artifact's folder was moved, or changed"),
+        (swap_for_a_copy, r"The file config\.json changed"),
+        (lambda kept: kept.rename(kept.with_name("elsewhere")), "cannot be read: No such file"),
+    ],
+    ids=["edit", "replace", "add", "unlink", "rename", "folder", "move and back", "copy", "move"],
+)
+def test_a_folder_that_changed_since_it_was_verified_is_refused(
+    store: ArtifactStore, kept: Path, change: Callable[[Path], object], words: str
+) -> None:
+    """Protects an engine that opens files by their names: any touch of the folder until the end of the load shows."""
+    with store.opened(DIGEST, [], Trust().of()) as artifact:
+        assert (artifact.folder, artifact.descriptors) == (str(kept), ())
+        assert (Path(artifact.folder) / MODEL).read_bytes() == FILES[MODEL]
+        artifact.check_unchanged()
+        change(kept)
+        with pytest.raises(ArtifactRefused, match=words):
+            artifact.check_unchanged()
 
 
 def test_a_replaced_file_is_not_what_is_open(store: ArtifactStore, kept: Path) -> None:

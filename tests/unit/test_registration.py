@@ -102,6 +102,14 @@ async def test_an_id_stands_for_everything_that_never_changes(counter: Counter) 
         ({"arguments": {"port": 1}}, "arguments.port"),
         ({"arguments": {"batch_tokens": True}}, "arguments.batch_tokens"),
         ({"arguments": {"cache_type_k": "file"}}, "arguments.cache_type_k"),
+        ({"arguments": {"cache_type_v": "q8_0"}}, "arguments.cache_type_v"),
+        ({"arguments": {"cache_type_v": "q4_0", "flash_attention": False}}, "arguments.cache_type_v"),
+        ({"engine": EngineKind.VLLM}, "folder"),
+        ({"engine": EngineKind.VLLM, "folder": None}, "folder"),
+        ({"engine": EngineKind.VLLM, "artifact": MODEL}, "artifact"),
+        ({"engine": EngineKind.VLLM, "arguments": {"trust_remote_code": True}}, "arguments.trust_remote_code"),
+        ({"engine": EngineKind.VLLM, "arguments": {"max_num_seqs": 8}}, "arguments.max_num_seqs"),
+        ({"engine": EngineKind.VLLM, "arguments": {"gpu_memory_utilization": 1.1}}, "arguments.gpu_memory_utilization"),
         ({"evaluation": "[]"}, None),
         ({"engine": EngineKind.OPENAI}, "served"),
         ({"engine": EngineKind.SIMULATED, "folder": None, "signature": None}, "artifact"),
@@ -172,10 +180,34 @@ async def test_an_adapter_belongs_to_a_tenant_and_changes_a_model(counter: Count
         ({"adapter_of": STABLE.id}, errors.NotAllowedNow),
         ({"arguments": {"threads": 2}}, errors.InvalidRequest),
         ({"engine": EngineKind.SIMULATED}, errors.InvalidRequest),
+        ({"served": "model"}, errors.InvalidRequest),
+        ({"external": True}, errors.InvalidRequest),
     ]
     for changes, kind in wrong:
         with pytest.raises(kind):
             await counter.registration.register("ada", replace(asked, **changes))
+
+
+async def test_vllm_loads_a_whole_folder(counter: Counter, tmp_path: Path) -> None:
+    """Protects approval: a model and its adapter for vLLM are the signed folder itself, which has what vLLM looks for there."""
+
+    def signed_folder(name: str, number: int, **files: bytes) -> dict[str, Any]:
+        content = {path.replace("__", "."): data for path, data in files.items()}
+        (tmp_path / f"{name}.sig").write_bytes(signed(content, number))
+        return {"folder": str(write(tmp_path / name, content)), "signature": str(tmp_path / f"{name}.sig")}
+
+    weights, arguments = (2).to_bytes(8, "little") + b"{}", {"dtype": "bfloat16", "enforce_eager": True}
+    files = signed_folder("whole", 1, config__json=b"{}", model__safetensors=weights)
+    asked = counter.asked(engine=EngineKind.VLLM, arguments=arguments, **files)
+    model, _ = await counter.registration.register("ada", asked)
+    assert (model.engine, model.artifact, model.arguments) == (EngineKind.VLLM, ".", tuple(arguments.items()))
+    await counter.desk.models.approve("bob", model.id)
+    adapter = replace(asked, tenant="acme", adapter_of=model.id, arguments={})
+    with pytest.raises(errors.InvalidRequest, match=r"vLLM needs adapter_config\.json and adapter_model\.safetensors"):
+        await counter.registration.register("ada", replace(adapter, **signed_folder("bare", 2, config__json=b"{}")))
+    files = signed_folder("tone", 2, adapter_config__json=b'{"r": 8}', adapter_model__safetensors=weights)
+    revision, _ = await counter.registration.register("ada", replace(adapter, **files))
+    assert (revision.artifact, revision.adapter_of, revision.arguments) == (".", model.id, model.arguments)
 
 
 def test_arguments_have_one_order() -> None:
@@ -188,3 +220,5 @@ def test_arguments_have_one_order() -> None:
         checked_arguments(EngineKind.LLAMACPP, {"flash_attention": 1})
     with pytest.raises(errors.InvalidRequest, match="a number"):
         checked_arguments(EngineKind.SIMULATED, {"slowdown": 0})
+    quantised: dict[str, Any] = {"cache_type_v": "q8_0", "flash_attention": True}
+    assert checked_arguments(EngineKind.LLAMACPP, quantised) == tuple(quantised.items())

@@ -74,6 +74,7 @@ class ControlSide:
             start_ms=config.engine.start_ms,
             environment=environment_of_engine(),
             files=CatalogTrustedFiles(self.artifacts, parts.stores.catalog, parts.clock),
+            vllm_python=config.engine.vllm_python,
         )
         self.supervisor = Supervisor(fleet, launcher, self.engines.of, config.engine, parts.clock, life=life)
         self.supervisor.announce = parts.announce

@@ -7,6 +7,7 @@ never recorded is found by its content the next time. Nothing serves by being re
 
 import asyncio
 import errno
+import fnmatch
 import hashlib
 import os
 import stat
@@ -25,7 +26,7 @@ from weir.core.registry.arguments import checked_arguments
 from weir.core.registry.golden_set import parse_golden_set
 from weir.core.registry.key_ring import KeyRole, SigningKey
 from weir.core.registry.manifest import Manifest
-from weir.core.registry.model import Argument, EngineKind, Revision, RevisionState
+from weir.core.registry.model import FROM_ARTIFACTS, Argument, EngineKind, Revision, RevisionState
 from weir.core.registry.signatures import verify
 from weir.core.registry.signed_manifest import SignedManifest
 from weir.ports import Artifacts, Catalog, CatalogChange, Clock, KeptArtifact
@@ -36,13 +37,14 @@ BUNDLE_BYTES_MAX: Bytes = 16 * 1024 * 1024
 _PATH_CHARACTERS_MAX = 4_096
 _ID_DIGITS = 8
 _WEIGHTS = ".gguf"
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _MUTABLE = ("id", "state", "price", "registered_by", "approved_by")
 _FITTING = {
     "served": "with the engine openai, and only then, the served model's name",
-    "folder": "with the engine llamacpp, and only then, the artifact's path",
-    "signature": "with the engine llamacpp, and only then, its signature's path",
+    "folder": "with the engines llamacpp and vllm, and only then, the artifact's path",
+    "signature": "with the engines llamacpp and vllm, and only then, its signature's path",
     "external": "only with the engine openai",
-    "artifact": "not with the engine openai",
+    "artifact": "not with the engines openai and vllm",
 }
 
 
@@ -50,8 +52,8 @@ _FITTING = {
 class NewRevision:
     """A revision as it is asked for; see `Revision`.
 
-    folder, signature: absolute paths on this machine, of the artifact and of its signature. artifact: the file in it that the
-    engine loads, if there are several; of a simulated engine, the calibration row. served: what an engine behind a URL calls
+    folder, signature: absolute paths on this machine, of the artifact and of its signature. artifact: the file in it that
+    llama.cpp loads, if there are several; of a simulated engine, the calibration row. served: what an engine behind a URL calls
     the model. max_output_tokens, typical_output_tokens: None for the window, and for a quarter of the most. evaluation: the
     evaluation set's lines. An adapter (adapter_of) has engine, window, outputs and arguments of what it changes.
     """
@@ -125,7 +127,7 @@ class Registration:
 
     async def _kept(self, catalog: Catalog, asked: NewRevision) -> KeptArtifact | None:
         """The artifact, verified and copied; None for an engine that loads none of ours."""
-        if asked.engine is not EngineKind.LLAMACPP:
+        if asked.engine not in FROM_ARTIFACTS:
             return None
         folder, signature = _absolute("folder", asked.folder), _absolute("signature", asked.signature)
         role = KeyRole.MODEL if asked.adapter_of is None else KeyRole.ADAPTER
@@ -152,6 +154,7 @@ def _draft(catalog: Catalog, actor: str, asked: NewRevision) -> Revision:
         require_tenant(catalog, asked.tenant)
     price = Price(1, asked.input_microusd, asked.cached_input_microusd, asked.output_microusd)
     check_prices({name: getattr(asked, name) for name in ("input_microusd", "cached_input_microusd", "output_microusd")})
+    artifact = _unverified(asked)
     if asked.adapter_of is not None:
         changed = _changed_model(catalog, asked)
         return replace(
@@ -171,7 +174,7 @@ def _draft(catalog: Catalog, actor: str, asked: NewRevision) -> Revision:
     return Revision(
         id="",
         engine=asked.engine,
-        artifact=_unverified(asked),
+        artifact=artifact,
         context_tokens=asked.context_tokens,
         max_output_tokens=most,
         typical_output_tokens=typical,
@@ -187,13 +190,13 @@ def _draft(catalog: Catalog, actor: str, asked: NewRevision) -> Revision:
 
 def _unverified(asked: NewRevision) -> str:
     """What an engine is told to load that loads nothing of ours. Raises InvalidRequest for fields that do not fit it."""
-    is_served = asked.engine is EngineKind.OPENAI
+    is_served, is_kept = asked.engine is EngineKind.OPENAI, asked.engine in FROM_ARTIFACTS
     fits = {
         "served": bool(asked.served) is is_served,
-        "folder": bool(asked.folder) is (asked.engine is EngineKind.LLAMACPP),
-        "signature": bool(asked.signature) is (asked.engine is EngineKind.LLAMACPP),
+        "folder": bool(asked.folder) is is_kept,
+        "signature": bool(asked.signature) is is_kept,
         "external": is_served or not asked.external,
-        "artifact": not (is_served and asked.artifact),
+        "artifact": not (asked.artifact and asked.engine in (EngineKind.OPENAI, EngineKind.VLLM)),
     }
     for name, is_right in fits.items():
         if not is_right:
@@ -213,8 +216,10 @@ def _changed_model(catalog: Catalog, asked: NewRevision) -> Revision:
             "An adapter belongs to a tenant.", members={"field": "tenant", "accepted": "a tenant's name"}
         )
     fits = changed.serves and changed.adapter_of is None and changed.tenant in (None, asked.tenant)
-    if not fits or changed.engine is not EngineKind.LLAMACPP or changed.artifact_digest is None:
-        detail = f"Revision {changed.id!r} takes no adapter: that needs a verified model of llama.cpp that serves this tenant."
+    if not fits or changed.engine not in FROM_ARTIFACTS or changed.artifact_digest is None:
+        detail = (
+            f"Revision {changed.id!r} takes no adapter: that needs a verified model that we run and that serves this tenant."
+        )
         raise errors.NotAllowedNow(detail, members={"state": changed.state.value})
     if asked.engine is not changed.engine or asked.arguments:
         members = {"field": "arguments" if asked.arguments else "engine", "accepted": f"those of {changed.id}"}
@@ -223,7 +228,9 @@ def _changed_model(catalog: Catalog, asked: NewRevision) -> Revision:
 
 
 def _loaded_file(asked: NewRevision, manifest: Manifest) -> str:
-    """The file of the artifact that the engine loads. Raises InvalidRequest unless there is one such."""
+    """What the engine loads of the artifact: a file, or all of it. Raises InvalidRequest unless that is there."""
+    if asked.engine is EngineKind.VLLM:
+        return _whole_folder(asked, manifest)
     weights = sorted(file.path for file in manifest.files if file.path.endswith(_WEIGHTS))
     if asked.artifact is None and len(weights) == 1:
         return weights[0]
@@ -231,6 +238,16 @@ def _loaded_file(asked: NewRevision, manifest: Manifest) -> str:
         members = {"field": "artifact", "accepted": weights}
         raise errors.InvalidRequest("artifact must be a file of weights in the folder.", members=members)
     return asked.artifact
+
+
+def _whole_folder(asked: NewRevision, manifest: Manifest) -> str:
+    """Raises InvalidRequest unless vLLM will find there what it looks for."""
+    configuration, weights = ("config.json", "*.safetensors") if asked.adapter_of is None else _ADAPTER_FILES
+    names = [file.path for file in manifest.files if "/" not in file.path]
+    if configuration not in names or not fnmatch.filter(names, weights):
+        members = {"field": "folder", "accepted": f"a folder with {configuration} and {weights}"}
+        raise errors.InvalidRequest(f"vLLM needs {configuration} and {weights} in the folder.", members=members)
+    return "."
 
 
 def _absolute(name: str, text: str | None) -> Path:

@@ -3,7 +3,8 @@
 It decides how a replica's process is started, when it listens and how it stops; it never talks to the engine in it. A child
 gets its spec as the first line of its standard input and ends when that pipe closes, so it does not outlive us however we end.
 It has a session of its own, so that an interrupt from the terminal reaches it only through us, and none of our secrets. A
-registered artifact is read by descriptors that were verified before, and must not have been touched once the child listens.
+registered artifact is read by descriptors that were verified before, or by vLLM in its folder, and must not have been touched
+once the child listens.
 """
 
 import asyncio
@@ -21,9 +22,11 @@ import msgspec
 
 import weir
 from weir import errors
-from weir.core.registry.model import EngineKind, Pool, Revision
+from weir.core.registry.model import FROM_ARTIFACTS, EngineKind, Pool, Revision
 from weir.engines.llamacpp_child import ChildSpec
 from weir.engines.simulated_api import ServerSpec
+from weir.engines.simulated_faults import Faults
+from weir.engines.vllm_arguments import ADAPTER_CONFIG, VllmAdapter, VllmSpec, rank_of
 from weir.ports import ReplicaProcess
 from weir.units import Bytes, Millis
 
@@ -31,6 +34,7 @@ START_MS = 120_000
 ERROR_TAIL_BYTES: Bytes = 4_096
 _KILLED_WAIT_MS = 5_000
 _API_KEY_BYTES = 32
+_ADAPTER_CONFIG_BYTES_MAX: Bytes = 1024 * 1024
 
 
 class ModelFiles(Protocol):
@@ -38,7 +42,12 @@ class ModelFiles(Protocol):
 
     @property
     def model(self) -> str:
-        """The model's path, as a child with the descriptors sees it."""
+        """The model's path, as a child with the descriptors sees it: a file, or for vLLM a folder."""
+        ...
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The paths of adapters that change it, likewise."""
         ...
 
     @property
@@ -62,7 +71,8 @@ class ApprovedFiles(Protocol):
 class _PlainFiles:
     """A model that was never registered: nothing is known of its file but the path."""
 
-    descriptors = ()
+    adapters: tuple[str, ...] = ()
+    descriptors: tuple[int, ...] = ()
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -125,14 +135,21 @@ class LocalProcess:
             raise errors.EngineError(f"The engine process exited with status {status} before it listened: {tail}") from None
 
     async def _supervise(self) -> int:
-        """Keep the end of its errors until it exits, and release its pipes."""
+        """Keep the end of its errors until it exits, end what it started with it, and release its pipes."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_errors())
+            status = await self._process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._close_input()
+        return status
+
+    async def _keep_errors(self) -> None:
+        """Until nobody can write there any more."""
         stderr = self._process.stderr
         assert stderr is not None
         while piece := await stderr.read(ERROR_TAIL_BYTES):
             self._error_tail = (self._error_tail + piece)[-ERROR_TAIL_BYTES:]
-        status = await self._process.wait()
-        self._close_input()
-        return status
 
     def _signal(self, number: signal.Signals) -> None:
         """Signal it unless it ended. Not by the process object, which would reap it and lose its exit status."""
@@ -146,10 +163,11 @@ class LocalProcess:
 
 
 class LocalLauncher:
-    """Starts llama.cpp and simulated replicas as children of this process.
+    """Starts llama.cpp, vLLM and simulated replicas as children of this process.
 
     threads: of each llama.cpp process, None for every core. environment: variables that children need beside PATH. files: of
-    registered artifacts; None where only models are run that never were.
+    registered artifacts; None where only models are run that never were. vllm_python: the interpreter that has vLLM, None for
+    this one.
     """
 
     def __init__(
@@ -159,16 +177,18 @@ class LocalLauncher:
         start_ms: Millis = START_MS,
         environment: Mapping[str, str] | None = None,
         files: ApprovedFiles | None = None,
+        vllm_python: str | None = None,
     ) -> None:
         self._files = files
+        self._vllm_python = vllm_python or sys.executable
         self._threads = threads or os.cpu_count() or 1
         self._start_ms = start_ms
+        self._given = {"PATH": os.defpath, **(environment or {})}
         self._environment = {
-            "PATH": os.defpath,
             "PYTHONPATH": str(Path(weir.__file__).parents[1]),
             # Threads that spin on busy cores cost a hundred times the work; read once, before Python starts.
             "GOMP_SPINCOUNT": "2000",
-            **(environment or {}),
+            **self._given,
         }
 
     async def launch(self, revision: Revision, pool: Pool) -> ReplicaProcess:
@@ -183,9 +203,9 @@ class LocalLauncher:
             raise errors.EngineError(f"The artifact of {revision.id} cannot be loaded: {refused.detail}") from refused
 
     def _opened(self, revision: Revision) -> AbstractAsyncContextManager[ModelFiles]:
-        if revision.artifact_digest is None:
+        if revision.artifact_digest is None and revision.engine is not EngineKind.VLLM:
             return nullcontext(_PlainFiles(revision.artifact))
-        if self._files is None or revision.engine is not EngineKind.LLAMACPP:
+        if self._files is None or revision.artifact_digest is None or revision.engine not in FROM_ARTIFACTS:
             raise errors.EngineError(f"Nothing here loads the artifact of {revision.id}, which is for {revision.engine.value}.")
         return self._files.opened(revision)
 
@@ -205,19 +225,24 @@ class LocalLauncher:
             raise
         return process
 
-    def _program(self, revision: Revision, pool: Pool, api_key: str, files: ModelFiles) -> tuple[str, ChildSpec | ServerSpec]:
+    def _program(
+        self, revision: Revision, pool: Pool, api_key: str, files: ModelFiles
+    ) -> tuple[str, ChildSpec | ServerSpec | VllmSpec]:
         """The module that serves a revision, and what it is told. Raises EngineError for an engine without a process."""
         match revision.engine:
             case EngineKind.LLAMACPP:
-                return "weir.engines.llamacpp_child", ChildSpec(
-                    model=files.model,
-                    read_whole=revision.artifact_digest is not None,
-                    alias=revision.id,
-                    slots=pool.concurrency,
-                    context_tokens=revision.context_tokens,
-                    threads=self._threads,
-                    api_key=api_key,
-                )
+                fields = {
+                    "threads": self._threads,
+                    **dict(revision.arguments),
+                    "model": files.model,
+                    "adapters": files.adapters,
+                    "read_whole": revision.artifact_digest is not None,
+                    "alias": revision.id,
+                    "slots": pool.concurrency,
+                    "context_tokens": revision.context_tokens,
+                    "api_key": api_key,
+                }
+                return "weir.engines.llamacpp_child", msgspec.convert(fields, ChildSpec)
             case EngineKind.SIMULATED:
                 return "weir.engines.simulated_server", ServerSpec(
                     model=revision.id,
@@ -225,6 +250,19 @@ class LocalLauncher:
                     context_tokens=revision.context_tokens,
                     concurrency=pool.concurrency,
                     api_key=api_key,
+                    faults=msgspec.convert(dict(revision.arguments), Faults),
+                )
+            case EngineKind.VLLM:
+                return "weir.engines.vllm_child", VllmSpec(
+                    python=self._vllm_python,
+                    folder=files.model,
+                    served=revision.adapter_of or revision.id,
+                    context_tokens=revision.context_tokens,
+                    sequences=pool.concurrency,
+                    api_key=api_key,
+                    environment=self._given,
+                    arguments=revision.arguments,
+                    adapter=_adapter_of(revision, files),
                 )
             case EngineKind.OPENAI:
                 raise errors.EngineError("An engine behind a URL is not started by the platform.")
@@ -245,3 +283,16 @@ class LocalLauncher:
             )
         except OSError as error:
             raise errors.EngineError(f"The engine process cannot be started: {error.strerror}.") from None
+
+
+def _adapter_of(revision: Revision, files: ModelFiles) -> VllmAdapter | None:
+    """The adapter that vLLM is to load, in its folder. Raises EngineError."""
+    if revision.adapter_of is None:
+        return None
+    [folder] = files.adapters
+    try:
+        with Path(folder, ADAPTER_CONFIG).open("rb") as file:
+            rank = rank_of(file.read(_ADAPTER_CONFIG_BYTES_MAX))
+    except OSError as error:
+        raise errors.EngineError(f"The adapter's {ADAPTER_CONFIG} cannot be read: {error.strerror}.") from None
+    return VllmAdapter(revision.id, folder, rank)

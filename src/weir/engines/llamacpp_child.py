@@ -16,7 +16,6 @@ import msgspec
 
 SPEC_BYTES_MAX = 64 * 1024
 _HTTP_THREADS_BESIDE_SLOTS = 8  # counts, probes, confirmations of stops, and kept connections
-_BATCH_TOKENS = 256  # a cancel is noticed between batches, and other slots decode between them
 _ERRORS_ONLY = 1
 
 
@@ -24,7 +23,9 @@ class ChildSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to serve. model: path of a GGUF file; context_tokens: per slot; slot_directory: where slots may be saved, or "".
 
     read_whole: the file is read before the process listens and never again, so that nobody can change the model afterwards;
-    else it is mapped, and shared by the processes that map it.
+    else it is mapped, and shared by the processes that map it. adapters: paths of LoRA adapters in GGUF, all in force for every
+    request. batch_tokens: a cancel is noticed between batches, and other slots decode between them. cache_type_k, cache_type_v:
+    what the KV cache holds. flash_attention: None where the engine decides.
     """
 
     model: str
@@ -35,6 +36,11 @@ class ChildSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     api_key: str
     slot_directory: str = ""
     read_whole: bool = False
+    adapters: tuple[str, ...] = ()
+    batch_tokens: int = 256
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
+    flash_attention: bool | None = None
 
 
 def serve(spec: ChildSpec) -> Any:
@@ -48,7 +54,13 @@ def serve(spec: ChildSpec) -> Any:
     params.model_alias = {spec.alias}
     params.n_parallel = spec.slots
     params.n_ctx = spec.context_tokens * spec.slots
-    params.n_batch = params.n_ubatch = _BATCH_TOKENS
+    params.n_batch = params.n_ubatch = spec.batch_tokens
+    params.cache_type_k = xllamacpp.ggml_type[f"GGML_TYPE_{spec.cache_type_k.upper()}"]
+    params.cache_type_v = xllamacpp.ggml_type[f"GGML_TYPE_{spec.cache_type_v.upper()}"]
+    if spec.flash_attention is not None:
+        chosen = "ENABLED" if spec.flash_attention else "DISABLED"
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type[f"LLAMA_FLASH_ATTN_TYPE_{chosen}"]
+    params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(path, 1.0) for path in spec.adapters]
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = spec.threads
     params.n_threads_http = spec.slots + _HTTP_THREADS_BESIDE_SLOTS
     params.hostnames = ["127.0.0.1"]

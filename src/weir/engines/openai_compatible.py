@@ -131,6 +131,8 @@ class OpenAICompatibleEngine:
         if owned_by_vllm and answer.status >= 500:
             raise errors.EngineError(f"The replica is not ready: /version answers {answer.status}.")
         has_version = isinstance(json_object(answer).get("version"), str)
+        if replica.engine is EngineKind.VLLM and not (has_version and owned_by_vllm):
+            raise errors.EngineError("The replica does not show that it is vLLM, whose prefix cache keeps salts apart.")
         return msgspec.structs.replace(
             found,
             counts_tokens=await self._tokenize(found, "a", chat=False) is not None,
@@ -187,6 +189,6 @@ def _cards_in(answer: HttpResponse) -> list[dict[str, Any]]:
 def _card_for(replica: ReplicaAddress, cards: list[dict[str, Any]]) -> dict[str, Any]:
     """The listed model that a replica is to serve: the one it names, else the first. Raises EngineError."""
     named = next((card for card in cards if card["id"] == replica.model), None)
-    if named is None and replica.model and replica.engine is EngineKind.OPENAI:
+    if named is None and replica.model and replica.engine in (EngineKind.OPENAI, EngineKind.VLLM):
         raise errors.EngineError("The replica does not serve the approved model.")
     return named or cards[0]

@@ -36,10 +36,24 @@ _UNFINISHED = ".unfinished-"
 
 
 class OpenArtifact:
-    """Verified files of an artifact, open for as long as its context; a process that inherits the descriptors reads those."""
+    """A verified artifact. Some of its files are open for as long as its context: who inherits the descriptors reads those."""
 
-    def __init__(self, files: Mapping[str, tuple[int, FileIdentity]]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        folder: FileIdentity,
+        survey: Mapping[str, FileIdentity],
+        files: Mapping[str, tuple[int, FileIdentity]],
+    ) -> None:
+        self._path = path
+        self._folder = folder
+        self._survey = survey
         self._files = files
+
+    @property
+    def folder(self) -> str:
+        """Where a process opens all files by their names; `check_unchanged` says afterwards whether those were verified."""
+        return str(self._path)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -51,9 +65,17 @@ class OpenArtifact:
         return f"/proc/self/fd/{self._files[name][0]}"
 
     def check_unchanged(self) -> None:
-        """Raises ArtifactRefused, naming the file, unless each is what was verified: the same file, not written to since."""
+        """Raises ArtifactRefused, naming the file, unless all is what was verified: the same files, not touched since.
+
+        In the same folder, which nobody moved meanwhile.
+        """
         for name, (descriptor, identity) in self._files.items():
             check_identity(name, descriptor, identity)
+        with PlainFolder(self._path) as folder:
+            folder.check_unchanged(self._survey)
+            if folder.identity() != self._folder:
+                detail = "The artifact's folder was moved, or changed, while it was read."
+                raise artifact_refused(ArtifactFlaw.CHANGED_MEANWHILE, detail)
 
 
 class ArtifactStore:
@@ -128,14 +150,16 @@ class ArtifactStore:
 
     @contextmanager
     def opened(self, digest: str, names: Sequence[str], verify: Verify) -> Iterator[OpenArtifact]:
-        """Named files of a kept artifact, verified anew: its signature as it is trusted now, and the content of all its files.
+        """A kept artifact, verified anew: its signature as it is trusted now, and the content of all its files.
+
+        names: of the files that stay open.
 
         Raises SignatureRefused or ArtifactRefused with what is wrong, and with which file.
         """
         with ExitStack() as held:
             with _disk_faults():
-                files = self._read(self._vouched(digest, verify), names, held)
-            yield OpenArtifact(files)
+                artifact = self._read(self._vouched(digest, verify), names, held)
+            yield artifact
 
     def _vouched(self, digest: str, verify: Verify) -> Manifest:
         """The artifact's manifest by the newest signature that is good; else the newest one's refusal."""
@@ -156,14 +180,16 @@ class ArtifactStore:
                     refusals.append(refused)
         raise refusals[0] if refusals else signature_refused(SignatureFlaw.UNSIGNED, "Nothing vouches for the artifact.")
 
-    def _read(self, manifest: Manifest, names: Sequence[str], held: ExitStack) -> dict[str, tuple[int, FileIdentity]]:
+    def _read(self, manifest: Manifest, names: Sequence[str], held: ExitStack) -> OpenArtifact:
         """Check all kept files of an artifact; the named ones stay open. Raises ArtifactRefused."""
         for name in set(names) - {file.path for file in manifest.files}:
             raise artifact_refused(ArtifactFlaw.MISSING_FILE, f"The artifact has no file {shown(name)}.", name)
         opened: dict[str, tuple[int, FileIdentity]] = {}
-        with PlainFolder(self._directory / _hex_of(manifest.digest)) as folder:
+        place = self._directory / _hex_of(manifest.digest)
+        with PlainFolder(place) as folder:
             found: list[FileDigest] = []
-            for path, identity in folder.survey().items():
+            itself, survey = folder.identity(), folder.survey()
+            for path, identity in survey.items():
                 with ExitStack() as closing:
                     descriptor = folder.open_file(path, identity)
                     (held if path in names else closing).callback(os.close, descriptor)
@@ -173,7 +199,7 @@ class ArtifactStore:
                         digest.update(block)
                     found.append(FileDigest(path, digest.hexdigest()))
             check_files(manifest, found)
-        return {name: opened[name] for name in names}
+        return OpenArtifact(place, itself, survey, {name: opened[name] for name in names})
 
     def keep_file(self, content: bytes) -> str:
         """Keep a single file, durable on return; its digest, `sha256:` and hex. Raises ArtifactRefused when it is too large."""

@@ -62,6 +62,10 @@ class PlainFolder:
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
 
+    def identity(self) -> FileIdentity:
+        """Which folder it is, and when it was moved or its entries last changed."""
+        return identity_of(os.fstat(self._descriptor))
+
     def survey(self) -> dict[str, FileIdentity]:
         """Every file by its path, in the order of paths. Raises ArtifactRefused for a link, a special file, or too many."""
         files: dict[str, FileIdentity] = {}

@@ -67,21 +67,34 @@ class _Switch:
 
 _Accepted: TypeAlias = _Whole | _Number | _OneOf | _Switch
 
+_CACHE_TYPES = _OneOf(("f16", "q8_0", "q4_0"))
 _LLAMACPP: Mapping[str, _Accepted] = {
     "batch_tokens": _Whole(32, 4_096),
-    "cache_type_k": _OneOf(("f16", "q8_0", "q4_0")),
-    "cache_type_v": _OneOf(("f16", "q8_0", "q4_0")),
+    "cache_type_k": _CACHE_TYPES,
+    "cache_type_v": _CACHE_TYPES,
     "flash_attention": _Switch(),
     "threads": _Whole(1, 1_024),
 }
 _SIMULATED: Mapping[str, _Accepted] = {
     "slowdown": _Number(0.01, 1_000),
 }
+_VLLM: Mapping[str, _Accepted] = {
+    "dtype": _OneOf(("auto", "bfloat16", "float16", "float32")),
+    "enable_chunked_prefill": _Switch(),
+    "enforce_eager": _Switch(),
+    "gpu_memory_utilization": _Number(0.05, 1),
+    "kv_cache_dtype": _OneOf(("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")),
+    "max_num_batched_tokens": _Whole(64, 1_048_576),
+    "quantization": _OneOf(("awq", "awq_marlin", "compressed-tensors", "fp8", "gptq", "gptq_marlin")),
+    "tensor_parallel_size": _Whole(1, 64),
+}
 ACCEPTED: Mapping[EngineKind, Mapping[str, _Accepted]] = {
     EngineKind.LLAMACPP: _LLAMACPP,
     EngineKind.SIMULATED: _SIMULATED,
     EngineKind.OPENAI: {},
+    EngineKind.VLLM: _VLLM,
 }
+"""vLLM's are named as its own options are. What fits no model, or no GPU, shows as the reason why a replica does not start."""
 
 
 def checked_arguments(engine: EngineKind, given: Mapping[str, Argument]) -> Arguments:
@@ -95,4 +108,7 @@ def checked_arguments(engine: EngineKind, given: Mapping[str, Argument]) -> Argu
         if not rule.takes(value):
             members = {"field": f"arguments.{name}", "accepted": str(rule)}
             raise errors.InvalidRequest(f"arguments.{name} must be {rule}.", members=members)
+    if given.get("cache_type_v", "f16") != "f16" and not given.get("flash_attention"):
+        members = {"field": "arguments.cache_type_v", "accepted": "f16, or with arguments.flash_attention true"}
+        raise errors.InvalidRequest("arguments.cache_type_v must be f16 without arguments.flash_attention.", members=members)
     return tuple(sorted(given.items()))

@@ -22,6 +22,7 @@ class EngineKind(StrEnum):
     LLAMACPP = "llamacpp"
     OPENAI = "openai"
     SIMULATED = "simulated"
+    VLLM = "vllm"
 
 
 class RevisionState(StrEnum):
@@ -39,15 +40,18 @@ SERVING = frozenset({RevisionState.APPROVED, RevisionState.LIVE})
 
 Argument: TypeAlias = bool | int | float | str
 
+FROM_ARTIFACTS = frozenset({EngineKind.LLAMACPP, EngineKind.VLLM})
+"""Engines that the platform starts on a signed artifact, and that take adapters."""
+
 
 @dataclass(frozen=True, slots=True)
 class Revision:
     """An immutable thing to run, with the state of its approval.
 
-    artifact: what the engine loads: a file's name in the signed artifact for llama.cpp, the served model's name for an
-    OpenAI-compatible server, a calibration row for the simulated engine. artifact_digest: of the signed artifact, None where
-    nothing was verified (behind a URL, or simulated). arguments: how the engine runs it, by name. evaluation: digest of its
-    evaluation set, None without one. chat: takes conversations; a base model takes plain prompts only.
+    artifact: what the engine loads: a file's name in the signed artifact for llama.cpp, `.` (all of it) for vLLM, the served
+    model's name for an OpenAI-compatible server, a calibration row for the simulated engine. artifact_digest: of the signed
+    artifact, None where nothing was verified (behind a URL, or simulated). arguments: how the engine runs it, by name.
+    evaluation: digest of its evaluation set, None without one. chat: takes conversations; a base model only plain prompts.
     context_tokens: window per request, input and output together. typical_output_tokens: declared by whoever registers.
     external: runs outside the platform; serves only tenants that allow it. tenant: whom it belongs to; None: to all.
     adapter_of: the revision whose model its adapter changes. registered_by, approved_by: actors.
