@@ -232,4 +232,4 @@ class Rollouts(RuleBasedStateMachine):
 
 
 TestRollouts = Rollouts.TestCase
-TestRollouts.settings = settings(max_examples=150, stateful_step_count=40)
+TestRollouts.settings = settings(max_examples=100, stateful_step_count=40)

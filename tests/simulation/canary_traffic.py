@@ -6,7 +6,7 @@ values are log-normal or, where asked, have a Pareto tail; the hour moves both r
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from weir.core.registry.evidence import Arm, EvidenceWindow, Outcome, Sample
@@ -28,6 +28,8 @@ LONG_SHARE = 0.2
 LONG_FIRST_TOKEN = 6.0
 DAY_MS: Millis = 20 * 60_000
 """The day is shortened to less than a rollout, so that every rollout meets its rise and its fall."""
+BUSY_MS: Millis = 30_000
+"""How long a pool's own busy times last, where it has them."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ class Behaviour:
             1 + int(self.output_tokens * random.lognormvariate(0.0, self.output_spread)),
         )
 
+    def busy(self, log_load: float) -> "Behaviour":
+        """The same on replicas that are this much busier."""
+        load = math.exp(log_load)
+        return replace(self, first_token_ms=self.first_token_ms * load, tpot_ms=self.tpot_ms * math.sqrt(load))
+
 
 def calm(now_ms: Millis) -> float:
     """The load of a day without hours."""
@@ -96,17 +103,29 @@ class Course:
 
 
 def roll_out(
-    plan: RolloutPlan, stable: Behaviour, canary: Behaviour, seed: int, load: Callable[[Millis], float] = calm
+    plan: RolloutPlan,
+    stable: Behaviour,
+    canary: Behaviour,
+    seed: int,
+    load: Callable[[Millis], float] = calm,
+    busy_spread: float = 0.0,
 ) -> Course:
-    """One rollout from its first step to the promotion or to the way back."""
+    """One rollout from its first step to the promotion or to the way back.
+
+    busy_spread: of the logarithm of the load that each pool has by itself, for about BUSY_MS at a time.
+    """
     random, now_ms, samples = Random(seed), 0, 0
+    busy, kept = [0.0, 0.0], math.exp(-plan.interval_ms / BUSY_MS)
     state: RolloutState = Verified(0, None)
     window = EvidenceWindow(plan.tolerances)
     while isinstance(state, Verified | OnCanary):
         weight = weight_of(plan, state)
+        if busy_spread:
+            busy = [kept * was + math.sqrt(1 - kept * kept) * random.gauss(0.0, busy_spread) for was in busy]
         if isinstance(state, OnCanary):
             samples -= window.evidence().canary.requests
-            _serve(window, random, (stable, canary), weight, (now_ms, plan.interval_ms, load))
+            behaviours = (stable.busy(busy[0]), canary.busy(busy[1]))
+            _serve(window, random, behaviours, weight, (now_ms, plan.interval_ms, load))
             samples += window.evidence().canary.requests
         now_ms += plan.interval_ms
         decision = decide(plan, state, Observation(now_ms, 1, carries_share=True, evidence=window.evidence()))

@@ -41,6 +41,8 @@ ALIKE: dict[str, tuple[Behaviour, Behaviour, LoadOf]] = {
     "every measure at its tolerance, shorter answers, by day": (USUAL, SHORT_AT_TOLERANCE, daily),
 }
 
+BUSY = {"busy times, first tokens × 1.2": 0.2, "busy times, first tokens × 1.6": 0.5}
+
 
 @dataclass(frozen=True)
 class Regression:
@@ -106,13 +108,23 @@ def _row(name: str, found: Sequence[Course], rollouts: int) -> str:
     return f"| {name} | {median(samples):,.0f} | {samples[int(0.9 * (len(samples) - 1))]:,} | {shares} |"
 
 
+@pytest.mark.parametrize(("plan", "rollouts"), [(HASTY, 5), pytest.param(PLAN, 400, marks=FULL)], ids=["bounded", "full"])
+@pytest.mark.parametrize("name", BUSY)
+def test_pools_with_busy_times_of_their_own_raise_more_alarms(name: str, plan: RolloutPlan, rollouts: int) -> None:
+    """Protects the page's honesty: what breaks the test's assumption is measured, and its rate is not promised there."""
+    courses = [roll_out(plan, USUAL, USUAL, seed, busy_spread=BUSY[name]) for seed in range(rollouts)]
+    alarms = {course.reason for course in courses if course.reason is not None}
+    print(f"\n| {name} | {sum(course.reason is not None for course in courses)} of {rollouts} |")  # noqa: T201
+    assert alarms <= {RollbackReason.FIRST_TOKEN, RollbackReason.PER_TOKEN}
+
+
 def test_a_blatant_regression_is_found_within_the_first_requests() -> None:
     """Protects against a clear breach that lingers: half of the requests fail, and few of the first step's samples suffice."""
     courses = [roll_out(PLAN, USUAL, REGRESSIONS["errors +50 points"].canary, seed) for seed in range(20)]
     assert all(course.weight == 1 and course.samples <= 30 for course in courses)
 
 
-@pytest.mark.parametrize("name", [*ALIKE, *REGRESSIONS])
+@pytest.mark.parametrize("name", [*ALIKE, *BUSY, *REGRESSIONS])
 def test_the_page_has_a_row_for_each(name: str) -> None:
     """Protects the page: what is measured here is what people read there."""
     assert f"| {name} |" in PAGE.read_text(encoding="utf-8")

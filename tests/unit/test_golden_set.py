@@ -1,5 +1,7 @@
 """Evaluation sets: what a file may say, the exact refusals of what it may not, and which answers are right."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -119,3 +121,10 @@ def test_a_score_names_the_first_that_failed_and_no_text() -> None:
     assert found.failed_ids[:3] == ("case-0", "case-1", "case-2") and len(found.failed_ids) == FAILED_IDS_MAX
     stored = msgspec.json.encode(found)
     assert msgspec.json.decode(stored, type=Score) == found and CANARY.encode() not in stored
+
+
+def test_the_documented_example_is_a_set() -> None:
+    """Protects the page: what people copy from it is accepted."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "rollouts.md"
+    examples = re.findall(r"```json\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert [case.expect for example in examples for case in parse_golden_set(example.encode())] == [Expectation("Paris")]

@@ -11,7 +11,7 @@ revision's. That holds for each pair whatever came before. So a lower bound of t
 canary is within its tolerance, without a word about the shape of the distributions.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -156,7 +156,7 @@ class EvidenceWindow:
     def __init__(self, tolerances: Tolerances) -> None:
         self._tolerances = tolerances
         self._tallies = {arm: Tally() for arm in Arm}
-        self._unused: dict[str, _Unused] = {}  # as many as there are workload classes, which are a few rows of policy
+        self._unused = defaultdict[str, _Unused](_Unused)  # as many as there are workload classes: a few rows of policy
         self._first_token, self._per_token, self._longer, self._shorter = _Count(), _Count(), _Count(), _Count()
 
     def add(self, arm: Arm, sample: Sample) -> None:
@@ -169,7 +169,7 @@ class EvidenceWindow:
             known.errors + (sample.outcome is Outcome.ERROR),
             known.cancellations + (sample.outcome is Outcome.CANCELLED),
         )
-        unused = self._unused.setdefault(sample.workload_class, _Unused())
+        unused = self._unused[sample.workload_class]
         if arm is Arm.STABLE:
             self._keep(sample, unused)
         else:

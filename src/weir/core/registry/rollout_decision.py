@@ -178,8 +178,8 @@ def decide(plan: RolloutPlan, state: RolloutState, seen: Observation) -> Decisio
         case Promoting():
             return _lost(plan, state, seen) or _decide_promoting(plan, state, seen)
         case Paused():
-            hold = _hold(seen, Wait(Awaited.OPERATOR, _elapsed(state.since_ms, seen), 0))
-            return _breach(plan, state.was, seen) or hold if isinstance(state.was, OnCanary) else hold
+            breach = _breach(plan, state.was, seen) if isinstance(state.was, OnCanary) else None
+            return breach or _hold(seen, Wait(Awaited.OPERATOR, _elapsed(state.since_ms, seen), 0))
         case RollingBack():
             return _decide_rolling_back(plan, state, seen)
         case Live() | RolledBack():

@@ -48,8 +48,8 @@ class Tolerances:
     output_percent: int = 50
 
 
-# A hundred requests find what is broken, at a hundredth of the traffic; the later steps find what is merely worse. Minutes,
-# because a revision that leaks or warms up shows it after a while, and twice as many people would have had it meanwhile.
+# A hundred requests find what is broken, at a hundredth of the traffic; the later steps find what is merely worse. And minutes,
+# because a busy alias has its samples in seconds, and what leaks or fills a cache shows that after a while.
 DEFAULT_STEPS = (
     Step(1, 100, 5 * _MINUTE),
     Step(10, 500, 10 * _MINUTE),
