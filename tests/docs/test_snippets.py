@@ -22,7 +22,7 @@ from weir.core.metering import worst_case
 from weir.units import NANOS_PER_SECOND
 
 TUTORIAL = "docs/tutorial/first-steps.md"
-START_S, SESSION_S, STOP_S = 60, 120, 30
+START_S, SESSION_S, STOP_S = 60, 240, 30
 MARK = "@@ block"
 
 

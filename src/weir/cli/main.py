@@ -32,6 +32,7 @@ ENTRIES = {
     "tenant": Entry("weir.cli.tenant", "commands", "Create, show, change and end tenants."),
     "app": Entry("weir.cli.application", "commands", "Create and list a tenant's applications."),
     "key": Entry("weir.cli.key", "commands", "Create, list and revoke API keys."),
+    "admin-key": Entry("weir.cli.administrator", "commands", "Create, list and revoke the keys of administrators."),
     "limit": Entry("weir.cli.limit", "commands", "Set, show and remove limits."),
     "price": Entry("weir.cli.price", "commands", "Set and show the prices of revisions."),
     "model": Entry("weir.cli.revision", "commands", "Sign, register, approve and end revisions."),
