@@ -203,6 +203,32 @@ async def test_a_body_beyond_four_mebibytes_is_refused_whether_announced_or_not(
         assert (status, problem["code"], problem["limit_bytes"]) == (413, "request_too_large", 4 * 1024 * 1024)
 
 
+NASTY: tuple[Any, ...] = (None, True, -1, 0, 2**64, 10**400, 1.5, "", " ", "x" * 3_000, "\0", "\ud800", [], [None], {}, {"": 1})
+BODIES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    *((method, path, body) for method, path, body in (*CHANGES, *RELEASERS, *OWNERS) if isinstance(body, dict)),
+    ("POST", "revisions", SIMULATED | {"engine": "llamacpp", "folder": "/x", "signature": "/x", "evaluation": "{}"}),
+    ("POST", "revisions", SIMULATED | {"engine": "openai", "served": "m", "external": True, "arguments": {"slowdown": 1}}),
+    ("POST", "pools", {"name": "p", "revision": "next@1", "urls": ["http://x"], "tenant": "acme", "idle_stop_ms": 1}),
+    ("POST", "pools", {"name": "p", "revision": "next@1", "service_classes": ["batch"], "input_tokens_max": 1}),
+    ("POST", "signing-keys", {"name": "k", "public_key": "x", "roles": ["model"], "not_before": "x", "not_after": "x"}),
+    ("POST", "rollouts", {"alias": "over", "revision": "next@1", "tenant": "acme", "plan": {}}),
+    ("PUT", "aliases/over", {"revision": "next@1", "default_max_output_tokens": 9, "tenant": "acme"}),
+    ("POST", "rollouts/paused/roll-back", {"detail": "x"}),
+    ("PATCH", "pools/spare", {"replicas": 1, "concurrency": 1, "service_classes": ["batch"]}),
+)
+
+
+@pytest.mark.parametrize(("method", "path", "body"), BODIES)
+async def test_no_value_of_any_field_breaks_a_route(stand: Stand, method: str, path: str, body: dict[str, Any]) -> None:
+    """Protects the platform from whatever a field may hold, and from a name that is none: an answer of ours, never a fault."""
+    sent = {"content-type": "application/json"}
+    for field in (*body, "\ud800", "surprise"):
+        for value in NASTY:
+            content = json.dumps(body | {field: value}).encode()
+            answer = await stand.call(method, f"/admin/v1/{path}", content=content, headers=sent)
+            assert answer.status_code < 500, (field, value, answer.text)
+
+
 async def test_a_wrong_method_names_all_that_the_path_takes(stand: Stand) -> None:
     """Protects the Allow header of a path with several routes."""
     answer = await stand.call("PUT", "/admin/v1/tenants/acme")

@@ -71,7 +71,11 @@ async def test_a_revision_shows_everything_that_makes_it_what_it_is(stand: Stand
     listed = {each["id"]: each for each in (await stand.good("GET", "/admin/v1/revisions"))["revisions"]}
     assert list(listed) == ["fresh@1", "next@1", "org/own@2", "small-1"] and listed["org/own@2"] == shown
     unverified = listed["small-1"]
-    assert (unverified["artifact_digest"], unverified["state"], unverified["registered_by"]) == ("unverified", "live", None)
+    assert (unverified["artifact_digest"], unverified["state"], unverified["registered_by"]) == (
+        "unverified",
+        "live",
+        "bootstrap",
+    )
 
 
 async def test_a_revision_is_approved_by_another_one_who_may(stand: Stand) -> None:

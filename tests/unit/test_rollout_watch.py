@@ -71,6 +71,7 @@ SAID: tuple[tuple[RolloutState, Verdict | None, str, str], ...] = (
     ),
     (AT_STEP, Hold(), "canary, step 2 of 3, 10 % of the traffic", "waits for nothing"),
     (AT_STEP, Proceed(100), "canary, step 2 of 3, 10 % of the traffic", "goes on to 100 %"),
+    (AT_STEP, Proceed(10), "canary, step 2 of 3, 10 % of the traffic", "goes on"),
     (AT_STEP, BREACH, "canary, step 2 of 3, 10 % of the traffic", "goes back, worse beyond doubt: errors"),
     (
         AT_STEP,
@@ -148,6 +149,13 @@ def test_a_frame_shows_progress_both_revisions_and_what_was_done() -> None:
     assert [line for line in text.splitlines() if "raise weight" in line] == [
         f"12:00:0{number}Z rollout: raise weight (weight {number})" for number in range(3)
     ]
+
+
+def test_a_step_that_has_just_begun_has_no_samples_yet() -> None:
+    """Protects whoever looks from the former step's samples: the look that began a step saw the one before."""
+    text = drawn(document(OnCanary(1, NOON_MS + 192_000), Proceed(10), GOOD))
+    [line] = [line for line in text.splitlines() if "▸" in line]
+    assert "0 of 500" in line and "0 s of 10 min" in line
 
 
 def test_a_breach_is_marked_and_what_was_not_measured_is_not_judged() -> None:

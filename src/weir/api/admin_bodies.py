@@ -53,7 +53,7 @@ class Body(Known):
         for name, text in value.items() if isinstance(value, dict) else ():
             if isinstance(text, str) and not _is_storable(text):
                 accepted = "Unicode text without the character 0"
-                raise errors.InvalidRequest(f"{name} is no text.", members={"field": name, "accepted": accepted})
+                raise errors.InvalidRequest("This is no text.", members={"field": name, "accepted": accepted})
         return value
 
 

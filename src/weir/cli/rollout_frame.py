@@ -77,8 +77,10 @@ def _bar(have: int, need: int) -> "RenderableType":
 
 
 def _samples(rollout: Document) -> int:
+    """What the latest look saw at this step: one that began it saw the step before."""
     look = rollout["look"]
-    return 0 if look is None or look["evidence"] is None else int(look["evidence"]["canary"]["requests"])
+    is_new = look is None or look["evidence"] is None or not words.elapsed_ms(rollout)
+    return 0 if is_new else int(look["evidence"]["canary"]["requests"])
 
 
 def _evidence(look: Document) -> "Table":

@@ -38,7 +38,7 @@ def verdict(rollout: Document) -> str:
         return "not looked at yet"
     said = look["verdict"]
     if said["kind"] == "proceed":
-        return f"goes on to {said['weight']} %"
+        return f"goes on to {said['weight']} %" if said["weight"] > rollout["weight"] else "goes on"
     if said["kind"] == "breach":
         return f"goes back, worse beyond doubt: {measure_name(said['comparison'])}"
     if said["kind"] == "give_up":
