@@ -5,17 +5,22 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from weir.core.metering import Price
+from weir.core.registry.arguments import ACCEPTED
 from weir.core.registry.model import EngineKind, Pool, Revision
 from weir.engines.http_client import HttpClient
 from weir.engines.http_exchange import HttpRequest
 from weir.engines.launcher import LocalLauncher, LocalProcess
 from weir.engines.llamacpp_child import ChildSpec
 from weir.engines.packaged_models import smollm2_path
+from weir.engines.simulated_faults import Faults
 from weir.errors import EngineError
 
 WAIT_S = 60
@@ -67,6 +72,25 @@ async def test_a_replica_starts_and_stops(kind: str) -> None:
     await asyncio.gather(process.stop(10_000), process.stop(10_000))
     assert await process.wait() in (0, -signal.SIGTERM, -signal.SIGIO)
     await process.stop(0)
+
+
+@pytest.mark.parametrize(("engine", "spec"), [(EngineKind.LLAMACPP, ChildSpec), (EngineKind.SIMULATED, Faults)])
+def test_arguments_are_what_the_engines_are_told(engine: EngineKind, spec: type[msgspec.Struct]) -> None:
+    """Protects what was approved: each argument that a registration may give is a field of what the process is told."""
+    assert ACCEPTED[engine].keys() <= set(spec.__struct_fields__)
+
+
+async def test_an_argument_of_a_simulated_engine() -> None:
+    """Protects what was approved: a replica that was registered as slow takes its time."""
+    process = await _launch(replace(SIMULATED, arguments=(("slowdown", 200),)))
+    client, body = HttpClient(), b'{"prompt":"a","max_tokens":5}'
+    began = time.monotonic()
+    answer = await client.request(
+        HttpRequest("POST", process.url, "/v1/completions", body, process.api_key), timeout_ms=WAIT_S * 1_000
+    )
+    assert answer.status == 200 and time.monotonic() - began > 1
+    await client.aclose()
+    await process.stop(10_000)
 
 
 async def test_an_exit_is_seen() -> None:

@@ -135,21 +135,16 @@ class LocalProcess:
             raise errors.EngineError(f"The engine process exited with status {status} before it listened: {tail}") from None
 
     async def _supervise(self) -> int:
-        """Keep the end of its errors until it exits, end what it started with it, and release its pipes."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._keep_errors())
-            status = await self._process.wait()
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._close_input()
-        return status
-
-    async def _keep_errors(self) -> None:
-        """Until nobody can write there any more."""
+        """Keep the end of its errors until it exits, end what it left behind, and release its pipes."""
         stderr = self._process.stderr
         assert stderr is not None
         while piece := await stderr.read(ERROR_TAIL_BYTES):
             self._error_tail = (self._error_tail + piece)[-ERROR_TAIL_BYTES:]
+        status = await self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._close_input()
+        return status
 
     def _signal(self, number: signal.Signals) -> None:
         """Signal it unless it ended. Not by the process object, which would reap it and lose its exit status."""

@@ -115,9 +115,8 @@ class OpenAICompatibleEngine:
         A fault whose retry_advice is False stays until somebody changes the configuration: the server refuses our key.
         vLLM is recognised by /version and by whom it names as its models' owner. Either is enough to ask for usage on every
         chunk, which is harmless elsewhere. A salted prefix cache takes both: believed wrongly, tenants would share a cache; so
-        would they if a vLLM that fails for a moment were taken for something else. llama.cpp's server has no salts, and a field
-        that forbids its cache.
-        An address that has kv_tokens keeps them.
+        would they if a vLLM that fails for a moment were taken for something else, or what was started as vLLM showed neither.
+        llama.cpp's server has no salts, and a field that forbids its cache. An address that has kv_tokens keeps them.
         """
         await self._control.check_health(replica)
         card = _card_for(replica, _cards_in(await self._control.call(replica, "GET", "/v1/models")))

@@ -23,6 +23,7 @@ SPEC_BYTES_MAX = 1024 * 1024  # an environment may be long
 _ASK_S = 0.2
 _ANSWER_S = 5.0
 _END_S = 20.0
+_LAST_WORDS_S = 1.0
 _MODELS_BYTES_MAX = 1024 * 1024
 _SIGNALLED = 128
 
@@ -38,8 +39,10 @@ class _Cards(msgspec.Struct):
 def serve(spec: VllmSpec, ending: threading.Event, answer: int) -> int:
     """Run vLLM until it ends; its exit status. ending: it is to end. answer: a descriptor for the URL. Raises OSError."""
     port = _free_port()
-    command = command_line(spec, port)
-    vllm = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), env=dict(environment(spec)))
+    command, found = command_line(spec, port), dict(environment(spec))
+    vllm = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=found)
+    printed = threading.Thread(target=_pass_on, args=(vllm,), daemon=True)
+    printed.start()
     threading.Thread(target=_set_at_exit, args=(vllm, ending), daemon=True).start()
     while not ending.wait(_ASK_S):
         if _listens(spec, port):
@@ -47,6 +50,7 @@ def serve(spec: VllmSpec, ending: threading.Event, answer: int) -> int:
             ending.wait()
     if vllm.poll() is None:
         _end(vllm)
+    printed.join(_LAST_WORDS_S)
     return vllm.returncode if vllm.returncode >= 0 else _SIGNALLED - vllm.returncode
 
 
@@ -74,6 +78,13 @@ def _end(vllm: subprocess.Popen[bytes]) -> None:
     with suppress(subprocess.TimeoutExpired):
         vllm.wait(_END_S)
     os.killpg(0, signal.SIGKILL)
+
+
+def _pass_on(vllm: subprocess.Popen[bytes]) -> None:
+    """Print what it prints; it has not our own errors' pipe, whose end tells the parent that we are gone."""
+    assert vllm.stdout is not None
+    while piece := os.read(vllm.stdout.fileno(), 65_536):
+        os.write(2, piece)
 
 
 def _set_at_exit(vllm: subprocess.Popen[bytes], ending: threading.Event) -> None:

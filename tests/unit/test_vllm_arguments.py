@@ -1,0 +1,69 @@
+"""What vLLM is told: everything that a replica needs, nothing that could run code, and no secret where others read it."""
+
+import msgspec
+import pytest
+
+from weir.core.registry.arguments import ACCEPTED
+from weir.core.registry.model import EngineKind
+from weir.engines.vllm_arguments import VllmAdapter, VllmSpec, command_line, environment, rank_of
+from weir.errors import EngineError
+
+SPEC = VllmSpec(
+    "/opt/vllm/bin/python", "/state/artifacts/ab", "small@1", 8_192, 64, "secret", {"PATH": "/bin", "HOME": "/root"}
+)
+ADAPTER = VllmAdapter("tone@2", "/state/a, b=c", 12)
+
+
+def test_the_whole_command() -> None:
+    """Protects replicas: interpreter, address, folder, name, window and lanes are the replica's; usage shows cached tokens."""
+    shown = (
+        "/opt/vllm/bin/python -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port 8000 --model /state/artifacts/ab"
+        " --served-model-name small@1 --load-format safetensors --max-model-len 8192 --max-num-seqs 64"
+        " --enable-prompt-tokens-details --disable-uvicorn-access-log"
+    )
+    assert command_line(SPEC, 8_000) == shown.split(" ")
+
+
+def test_arguments_are_options_of_their_names() -> None:
+    """Protects what was approved: switches become a flag or its opposite, everything else a flag with its value."""
+    given = (("dtype", "bfloat16"), ("enable_chunked_prefill", False), ("enforce_eager", True), ("gpu_memory_utilization", 0.5))
+    command = command_line(msgspec.structs.replace(SPEC, arguments=given), 1)
+    shown = "--dtype bfloat16 --no-enable-chunked-prefill --enforce-eager --gpu-memory-utilization 0.5"
+    assert command[-6:] == shown.split(" ")
+    assert not [name for name in ACCEPTED[EngineKind.VLLM] if "trust" in name or "code" in name]
+
+
+@pytest.mark.parametrize(("rank", "most"), [(1, "1"), (2, "8"), (8, "8"), (9, "16"), (512, "512"), (513, "513")])
+def test_an_adapter_is_loaded_at_the_start(rank: int, most: str) -> None:
+    """Protects tenants: one adapter, by the name it is called by, from its folder, with a rank that vLLM takes."""
+    spec = msgspec.structs.replace(SPEC, adapter=msgspec.structs.replace(ADAPTER, rank=rank))
+    *_, enable, _, loras, _, shown, _, module = command_line(spec, 1)
+    assert (enable, loras, shown) == ("--enable-lora", "1", most)
+    assert msgspec.json.decode(module) == {"name": "tone@2", "path": "/state/a, b=c"}
+    assert (spec.model, SPEC.model) == ("tone@2", "small@1")
+
+
+def test_the_key_is_in_the_environment_only() -> None:
+    """Protects replicas from others on the machine; and what the operator set does not open another way in."""
+    spec = msgspec.structs.replace(
+        SPEC, environment={**SPEC.environment, "VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": "theirs"}
+    )
+    assert not any("secret" in word for word in command_line(spec, 1))
+    found = environment(spec)
+    assert (found["VLLM_API_KEY"], found["VLLM_SERVER_DEV_MODE"], found["HOME"]) == ("secret", "0", "/root")
+
+
+@pytest.mark.parametrize(
+    ("config", "rank"),
+    [(b'{"r": 8, "lora_alpha": 1}', 8), (b'{"r": 8, "rank_pattern": {"q": 32, "v": 4}}', 32), (b'{"r": 0}', 1)],
+)
+def test_the_rank_of_an_adapter(config: bytes, rank: int) -> None:
+    """Protects adapters: the largest rank of any module counts."""
+    assert rank_of(config) == rank
+
+
+@pytest.mark.parametrize("config", [b"", b"{}", b'{"r": "8"}', b'{"r": 8', b"\xff"])
+def test_a_configuration_without_a_rank(config: bytes) -> None:
+    """Protects administrators: what is no adapter's configuration is refused as that."""
+    with pytest.raises(EngineError, match=r"adapter_config\.json names no rank"):
+        rank_of(config)
