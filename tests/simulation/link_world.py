@@ -337,7 +337,7 @@ def play_links(script: Script, setting: Setting = Setting(), *, seed: int = 0, c
     worlds: list[LinkWorld] = []
 
     async def scene(stand: Stand) -> None:
-        _compute_on_the_loop()
+        compute_on_the_loop()
         await asyncio.sleep(0.1)
         before, timers = asyncio.all_tasks(), timers_set()
         async with asyncio.TaskGroup() as tasks:
@@ -356,7 +356,7 @@ def play_links(script: Script, setting: Setting = Setting(), *, seed: int = 0, c
     return worlds[0]
 
 
-def _compute_on_the_loop() -> None:
+def compute_on_the_loop() -> None:
     """There are no threads in virtual time: what is given to one is done at once, and known a little later."""
     loop = virtual_loop()
 

@@ -223,10 +223,11 @@ def test_a_pool_is_idle_and_a_replica_unused_where_nothing_runs_or_is_expected_t
     assert fleet.is_idle("pool") and fleet.is_unused("pool", "a")
     pool.replicas["a"].take_lane()
     assert (fleet.is_idle("pool"), fleet.is_unused("pool", "a"), fleet.is_unused("pool", "b")) == (False, False, True)
+    assert fleet.occupied() == {"pool": 1}
     pool.replicas["a"].free_lane(0)
     fleet.carries = lambda pool, replica: replica in (None, "b")
     assert (fleet.is_idle("pool"), fleet.is_unused("pool", "a"), fleet.is_unused("pool", "b")) == (False, True, False)
-    assert fleet.is_unused("pool", "gone")
+    assert fleet.is_unused("pool", "gone") and fleet.occupied() == {"pool": 1}
 
 
 def test_a_pool_that_only_an_old_request_names_is_remembered(fleet: Fleet) -> None:

@@ -1,7 +1,7 @@
 """Control's side of a cell, beside the coordinator in one process or in one of its own: catalog, engines, management.
 
 It decides what is approved and keeps the engines that serve it; who is told of both is its owner's: a coordinator in this
-process or a link. A pool is kept before anybody is told of what it serves, and let go once everybody was told otherwise.
+process or a link.
 """
 
 import asyncio
@@ -19,7 +19,6 @@ from weir.control.cell_view import CellView
 from weir.control.commands import Commands
 from weir.control.declared_models import DeclaredModels
 from weir.control.evaluation import Evaluator
-from weir.control.kept_pools import Wanted, kept_pools, stable_revisions
 from weir.control.key_ring_commands import KeyRingCommands
 from weir.control.model_commands import ModelCommands
 from weir.control.refresh import PERIOD_S, Refresh
@@ -27,6 +26,7 @@ from weir.control.registration import Registration
 from weir.control.replica_upkeep import FleetReports
 from weir.control.rollout_commands import RolloutCommands
 from weir.control.rollout_loop import RolloutLoop
+from weir.control.served_snapshots import ServedSnapshots
 from weir.control.supervisor import Supervisor
 from weir.core.registry.model import EngineKind
 from weir.core.registry.snapshot import Snapshot
@@ -58,8 +58,6 @@ class ControlSide:
     ) -> None:
         self._parts = parts
         self._asked = list(engines)
-        self._put_in_force = put_in_force
-        self._declared: dict[str, str] = {}  # revision by pool
         config = parts.config
         self.engines = EngineClients(config.engine)
         self.commands = Commands(parts.stores.catalog, self._publish, parts.clock, parts.entropy)
@@ -79,6 +77,7 @@ class ControlSide:
         self.supervisor = Supervisor(fleet, launcher, self.engines.of, config.engine, parts.clock, life=life)
         self.supervisor.announce = parts.announce
         self.supervisor.drain_grace_ms = config.coordinator.drain_grace_ms
+        self._served = ServedSnapshots(self.supervisor, put_in_force)
 
     async def declared(self) -> DeclaredModels:
         """What the engines of this start serve. Raises EngineError."""
@@ -92,27 +91,23 @@ class ControlSide:
         stores = self._parts.stores
         if not stores.directory.bootstrap_keys:
             stores.directory.keep_bootstrap_keys(draft_keys(self._parts.entropy))
-        self._declared = {pool.name: pool.revision for pool in models.pools}
+        self._served.declared = {pool.name: pool.revision for pool in models.pools}
         await bootstrap(self.commands, models, stores.directory.bootstrap_keys, self._packaged.signing_key)
         return shown_secrets(await stores.catalog.load(), stores.directory.bootstrap_keys)
 
     @property
     def snapshot(self) -> Snapshot:
-        """What is approved now, as far as it is kept: what an earlier start declared, or nobody approved, stays on record."""
-        published = self.commands.published
-        return published.serving(_names(kept_pools(published, self._declared)))
+        """What is approved now, as far as it is served."""
+        return self._served.narrowed(self.commands.published)
 
     async def _publish(self, snapshot: Snapshot) -> Acknowledgement:
         """It is in force everywhere once `confirm` says so."""
-        wanted = kept_pools(snapshot, self._declared)
-        self.supervisor.keep(wanted)
-        await self._put_in_force(await asyncio.to_thread(snapshot.serving, _names(wanted)))
-        self.supervisor.follow(wanted, {revision.id for revision in snapshot.revisions.values() if revision.revoked})
+        await self._served.publish(snapshot)
         return Acknowledgement(snapshot.version)
 
     async def wait_ready(self) -> bool:
-        """True, once whatever aliases mean has a ready replica, unless it starts on demand."""
-        return await self.supervisor.wait_ready(stable_revisions(self.snapshot))
+        """True, once what aliases mean now has a ready replica, unless its pools want none, or only on demand."""
+        return await self._served.wait_ready(self.commands.published)
 
     def start(self, tasks: asyncio.TaskGroup, renew: Callable[[], None], view: CellView) -> list[asyncio.Task[Any]]:
         """Keep the engines, which stop as that is cancelled, what is in force, which `renew` hears was checked, and rollouts.
@@ -155,10 +150,6 @@ class ControlSide:
     async def aclose(self) -> None:
         """No engine is spoken to any more."""
         await self.engines.aclose()
-
-
-def _names(wanted: Sequence[Wanted]) -> set[str]:
-    return {pool.name for pool, _ in wanted}
 
 
 def aliases_of(snapshot: Snapshot) -> list[dict[str, str]]:

@@ -79,8 +79,8 @@ class _Host:
             self._coordinator.renew(valid_ms)
 
     def running(self) -> Mapping[str, int]:
-        """How many requests run in each pool."""
-        return {view.name: view.running for view in self._fleet.pools}
+        """By pool, above 0 where anything runs or waits."""
+        return self._fleet.occupied()
 
     async def answer(self, question: Question) -> Any:
         """What the running coordinator knows."""

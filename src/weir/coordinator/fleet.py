@@ -285,6 +285,10 @@ class Fleet:
         """Whether nothing runs in a pool, and nothing waits there."""
         return not self._pools[pool].running and not self.carries(pool, None)
 
+    def occupied(self) -> dict[str, int]:
+        """Lanes taken by pool; where none is, and something waits all the same, 1."""
+        return {view.name: view.running or int(not self.is_idle(view.name)) for view in self.pools}
+
     def is_unused(self, pool: str, name: str) -> bool:
         """Whether nothing runs on a replica."""
         replica = self._replica(pool, name)

@@ -60,7 +60,7 @@ class ControlledHost(Protocol):
         ...
 
     def running(self) -> Mapping[str, int]:
-        """How many requests run or wait in each pool."""
+        """By pool, above 0 where anything runs or waits."""
         ...
 
     async def answer(self, question: Question) -> Any:

@@ -166,7 +166,7 @@ ControlUp: TypeAlias = WholePart | SnapshotRenewed | FleetReport | Replayed | As
 
 
 class Counted(msgspec.Struct, frozen=True, tag="counted"):
-    """How many requests run or wait in each pool. The first one of a session says that the replay is in force.
+    """In which pools anything runs or waits: above 0. The first one of a session says that the replay is in force.
 
     unused: replicas that take no new work and on which nothing runs any more; None: that is not said.
     """

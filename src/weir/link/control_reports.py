@@ -58,7 +58,7 @@ class ReportedFleet:
         return [*pools, *(report for known in self._replicas.values() for report in known.reports())]
 
     def counted(self, counted: Counted | None) -> None:
-        """The coordinator's word of what runs and waits; None: there is none to say so."""
+        """The coordinator's word of where anything runs or waits; None: there is none to say so."""
         self._counted = counted
 
     # ── reported by the supervisor ───────────────────────────────────────────────────────────────────────────────────

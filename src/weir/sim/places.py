@@ -68,8 +68,13 @@ class Places:
         self.publish(snapshot)
 
     def publish(self, snapshot: Snapshot) -> None:
-        """A configuration comes in force."""
+        """A configuration comes in force. A pool that it has no more may still have replicas."""
         self._snapshot = snapshot
+        self._pools |= snapshot.pools
+
+    def kept(self, pool: Pool) -> None:
+        """A pool is so from now on, also before it comes in force."""
+        self._pools[pool.name] = pool
 
     def die(self) -> None:
         """The process is gone, with its replicas."""
@@ -100,9 +105,10 @@ class Places:
         return Reach(pools, acquire.choices * (acquire.input_tokens + expected), backlog_ms)
 
     def _takers(self, acquire: Acquire) -> list[Pool]:
-        """The pools that are for its revision, its tenant and its service class."""
-        tenant = self._snapshot.tenants[acquire.tenant]
-        pools = [pool for pool in self._pools.values() if pool.revision == acquire.revision]
+        """The pools of its revision that are for its tenant and its service class; where none is in force, any that was."""
+        tenant, snapshot = self._snapshot.tenants[acquire.tenant], self._snapshot
+        known = [pool for pool in self._pools.values() if pool.revision == acquire.revision]
+        pools = [pool for pool in known if pool.name in snapshot.pools] or known
         stays = not tenant.leaves_its_pools and any(pool.tenant == tenant.name for pool in pools)
         owners = {tenant.name} if stays else {tenant.name, None}
         return [pool for pool in pools if pool.tenant in owners and acquire.service_class in pool.service_classes]

@@ -22,7 +22,6 @@ from weir.messages import Register
 from weir.sim.audit import Exchange
 from weir.sim.faults import CellStore
 from weir.sim.random_source import SeededEntropy, seeded_random
-from weir.sim.replicas import PoolPlan, SimSupervisor
 from weir.sim.wiretap import Echoes, Wire
 from weir.telemetry import Telemetry
 
@@ -68,12 +67,7 @@ class Cell:
         self.gateway.connect(self.wire, lambda kind: self.engine, config.delivery_step_tokens, config.store_wait_ms)
         places = world.checker.places
         places.fleet = self.fleet
-        revisions = snapshot.revisions
-        plans = [
-            PoolPlan(pool, revisions[pool.revision], spec.restart_ms, spec.pace, spec.prefix_cache)
-            for pool in snapshot.pools.values()
-        ]
-        self.supervisor = SimSupervisor(self.fleet, self.engine, plans, f"c{serial}", places)
+        self.supervisor = world.make_supervisor(self, f"c{serial}")
 
     def run_in(self, tasks: asyncio.TaskGroup) -> None:
         """Start its loops."""

@@ -40,6 +40,23 @@ class Register(Protocol):
     def gone(self, replica: str) -> None: ...
 
 
+class Keeper(Protocol):
+    """Keeps the replicas of one cell."""
+
+    @property
+    def names(self) -> list[str]:
+        """Replicas that exist now."""
+        ...
+
+    def lose(self, name: str) -> None:
+        """A replica's process dies."""
+        ...
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        ...
+
+
 class SimSupervisor:
     """Keeper of the pools of one cell. prefix: makes names unique over cells."""
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -32,6 +32,7 @@ from weir.sim.clients import PATIENT, Habits, SimAnswer, SimClient
 from weir.sim.faults import CellStore, EngineTraits, FaultyEngine, StepClock, StoreWeather
 from weir.sim.process import Cell
 from weir.sim.random_source import seeded_random, step_noise
+from weir.sim.replicas import Keeper, PoolPlan, SimSupervisor
 from weir.sim.virtual_loop import WALL_START_MS, VirtualLoop, run
 from weir.storage.memory import MemoryLedger
 from weir.units import Millis, Moment, Tokens
@@ -208,6 +209,15 @@ class World:
         engine = FaultyEngine(inner, traits, self.checker.engine_started)
         self._engines.append(engine)
         return engine
+
+    def make_supervisor(self, cell: Cell, prefix: str) -> Keeper:
+        """Who keeps a cell's replicas. prefix: of their names, which are unique over cells."""
+        spec, snapshot = self.spec, self.snapshot
+        plans = [
+            PoolPlan(pool, snapshot.revisions[pool.revision], spec.restart_ms, spec.pace, spec.prefix_cache)
+            for pool in snapshot.pools.values()
+        ]
+        return SimSupervisor(cell.fleet, cell.engine, plans, prefix, self.checker.places)
 
     # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -448,16 +458,29 @@ class World:
 
 
 Script = Callable[[World], Awaitable[None]]
+AnyWorld = TypeVar("AnyWorld", bound=World)
 
 
 def play(spec: Spec, seed: int, scenario: Script, *, until_ms: Millis = 3_600_000) -> World:
     """Run a scenario in a fresh world to its end and audit it; the world as it is then."""
+    return play_in(World, spec, seed, scenario, until_ms=until_ms)
 
-    async def live() -> World:
+
+def play_in(
+    kind: type[AnyWorld],
+    spec: Spec,
+    seed: int,
+    scenario: Callable[[AnyWorld], Awaitable[None]],
+    *,
+    until_ms: Millis = 3_600_000,
+) -> AnyWorld:
+    """The same in another kind of world."""
+
+    async def live() -> AnyWorld:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         async with asyncio.TaskGroup() as tasks:
-            world = World(spec, seed, loop, tasks)
+            world = kind(spec, seed, loop, tasks)
             await world.start()
             await scenario(world)
             await world.finish()
