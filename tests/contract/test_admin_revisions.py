@@ -212,7 +212,7 @@ NO_NUMBERS: tuple[Any, ...] = (0, "1", True, None, [1], {}, 10**400)
 BAD_REVISIONS: tuple[tuple[dict[str, Any], str, str | None], ...] = (
     ({"name": None}, "invalid_request", "name"),
     ({"name": "Bad Name"}, "invalid_request", "name"),
-    ({"engine": "vllm"}, "invalid_request", "engine"),
+    ({"engine": "onnx"}, "invalid_request", "engine"),
     ({"price": None}, "invalid_request", "price"),
     ({"price": PRICE | {"output_microusd": -1}}, "invalid_request", "output_microusd"),
     ({"price": {"input_microusd": 1}}, "invalid_request", "price.cached_input_microusd"),

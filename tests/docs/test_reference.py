@@ -21,7 +21,9 @@ from weir.config import FurtherPoolConfig, WeirConfig, load_config
 from weir.core.endings import Availability, EndingRule, FinishReason, ending
 from weir.core.ledger.book import Book
 from weir.core.metering import Worst
-from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES
+from weir.core.registry.arguments import ACCEPTED
+from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES, EngineKind
+from weir.core.registry.rollout_plan import RolloutPlan
 from weir.core.tenancy import LIMIT_NAMES, Limits, Role, Scope, scopes_of
 from weir.ports import USAGE_GROUPS
 from weir.units import Moment
@@ -192,6 +194,24 @@ def test_limits_roles_and_report_columns_are_documented() -> None:
     assert {*USAGE_FORMATS, *files, *USAGE_SUMS} <= set(names_in(prose_of(ADMIN)))
     assert column(ADMIN, "role") == [role.value for role in Role]
     assert set(USAGE_GROUPS) <= set(names_in(prose_of(ADMIN)))
+
+
+def test_arguments_of_engines_are_documented_with_what_they_accept() -> None:
+    """Protects whoever registers a model: each engine, and each argument with its range."""
+    shown = [[name_in(row[0]), name_in(row[1]), row[2].replace(" to ", " … ")] for row in table(ADMIN, "argument")]
+    assert shown == [[name, engine.value, str(rule)] for engine, known in ACCEPTED.items() for name, rule in known.items()]
+    assert {engine.value for engine in EngineKind} <= set(names_in(prose_of(ADMIN)))
+
+
+def test_a_plans_fields_are_documented_with_their_defaults() -> None:
+    """Protects whoever plans a rollout: the default of each field is the one that is followed."""
+    plan, rows = RolloutPlan(), {name_in(row[0]): row for row in table(ADMIN, "of a plan")}
+    assert list(rows) == [field.name for field in fields(plan)]
+    numbers = {name: row[1] for name, row in rows.items() if name not in ("steps", "tolerances")}
+    assert numbers == {name: str(getattr(plan, name)) for name in numbers}
+    assert rows["steps"][1] == f"{', '.join(str(step.weight) for step in plan.steps)} %"
+    for field in fields(plan.tolerances):
+        assert f"`{field.name}` {getattr(plan.tolerances, field.name)}" in rows["tolerances"][2]
 
 
 # ── the command line ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -39,7 +39,7 @@ def register(
     output_microusd: Annotated[int, typer.Option("--output", help="Micro-dollars per million output tokens.")],
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="The signed folder; none for a served model.")] = None,
     signature: Annotated[Path | None, typer.Option(help="The folder's signature.")] = None,
-    file: Annotated[str | None, typer.Option(help="The file in it that the engine loads, if there are several.")] = None,
+    file: Annotated[str | None, typer.Option(help="The file in it that llama.cpp loads, if there are several.")] = None,
     served: Annotated[str | None, typer.Option(help="What an engine behind a URL calls the model.")] = None,
     external: Annotated[bool, typer.Option("--external", help="It runs outside the platform.")] = False,
     context_tokens: Annotated[int | None, typer.Option(help="The window, input and output together.")] = None,
