@@ -7,7 +7,10 @@ import pytest
 from weir import errors
 from weir.control.declared_models import ACTOR, DeclaredModels, changed_models
 from weir.core.metering import Price
-from weir.core.registry.model import Alias, Canary, EngineKind, Pool, Revision
+from weir.core.registry.model import Alias, EngineKind, Pool, Revision, RevisionState
+from weir.core.registry.rollout import Live, Promoting, Proposed, RolloutState
+from weir.core.registry.rollout_plan import RolloutPlan
+from weir.core.registry.rollout_record import Rollout
 from weir.ports import Catalog
 
 DECLARED = Revision("start-2", EngineKind.SIMULATED, "demo", 512, 128, 64, Price(1, 1, 1, 1))
@@ -22,19 +25,28 @@ MODELS = DeclaredModels((DECLARED,), (Alias("assistant", "start-2", 64),), (Pool
     ("is_kept", "stored"),
     [
         (True, Alias("assistant", "better", 64)),
-        (True, Alias("assistant", "start-1", 64, canary=Canary("ro-1", 1, "better", 5))),
         (False, Alias("assistant", "start-1", 64)),
         (False, Alias("assistant", "start-0", 64)),
         (False, Alias("assistant", "better", 64, tenant="acme")),
         (False, Alias("completion", "better", 64)),
     ],
-    ids=["promoted", "tried", "an earlier start", "registered by a start", "a tenant's own", "another alias"],
+    ids=["promoted", "an earlier start", "registered by a start", "a tenant's own", "another alias"],
 )
 def test_a_start_takes_no_alias_from_administrators(is_kept: bool, stored: Alias) -> None:
     """Protects what was promoted, and a rollout: a start declares as before and changes neither; its revision is known."""
     changed = changed_models(Catalog(1, aliases=(stored,), revisions=REVISIONS), MODELS)
     assert changed.aliases == (() if is_kept else MODELS.aliases)
-    assert (changed.revisions, changed.pools) == (MODELS.revisions, MODELS.pools)
+    waiting = replace(DECLARED, state=RevisionState.REGISTERED, registered_by=ACTOR)
+    assert (changed.revisions, changed.pools) == ((waiting,), MODELS.pools)
+
+
+@pytest.mark.parametrize(("state", "is_kept"), [(Proposed(1), True), (Promoting(1), True), (Live(1), False)])
+def test_a_start_takes_no_alias_from_a_rollout(state: RolloutState, is_kept: bool) -> None:
+    """Protects a rollout from a restart with another engine: what it moves from stays what the alias means meanwhile."""
+    rollout = Rollout("ro-1", "assistant", "start-1", "better", RolloutPlan(), state, "ann", 1)
+    alias = Alias("assistant", "start-1", 64)
+    changed = changed_models(Catalog(1, aliases=(alias,), revisions=REVISIONS, rollouts=(rollout,)), MODELS)
+    assert changed.aliases == (() if is_kept else MODELS.aliases)
 
 
 def test_a_start_takes_no_pool_from_administrators() -> None:
