@@ -1,11 +1,12 @@
 """A cell whose alias is moved while clients ask: an administrator, another one who approves, and a load that never stops."""
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.e2e.http_client import Admin, Json, demo_account, exchange, wait_until
 from tests.e2e.running_cell import RunningCell
@@ -54,32 +55,41 @@ def rollouts_of(cell: RunningCell) -> Rollouts:
     return Rollouts(cell, admin, Admin(cell.ready["admin"], secret))
 
 
+class Told(NamedTuple):
+    """One answer. asked_s: when it was asked; revision: whose it was, or the code of a refusal."""
+
+    asked_s: float
+    status: int
+    revision: str
+
+
 @dataclass
 class Load:
-    """Clients that ask one after the other. told: (status, revision) of every answer, in the order of their ends."""
+    """Clients that ask one after the other. told: every answer, in the order of their ends."""
 
     cell: RunningCell
     clients: int = 4
     output_tokens: int = 12
-    told: list[tuple[int, str]] = field(default_factory=list)
+    told: list[Told] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
 
     def _ask(self, client: int) -> None:
         key = demo_account(self.cell).key
         body = {"model_alias": "assistant", "input": "How wide is the river?", "max_output_tokens": self.output_tokens}
         while not self._over.is_set():
+            asked_s = time.monotonic()
             reply = exchange(self.cell.api, "POST", "/v1/generations", key=key, body=body)
             said = reply.json
-            self.told.append((reply.status, str(said.get("model_revision", said.get("code")))))
+            self.told.append(Told(asked_s, reply.status, str(said.get("model_revision", said.get("code")))))
 
     @property
-    def failures(self) -> Counter[tuple[int, str]]:
-        """Answers that were none."""
-        return Counter(entry for entry in self.told if entry[0] != 200)
+    def failures(self) -> Counter[str]:
+        """Answers that were none, by their codes."""
+        return Counter(each.revision for each in self.told if each.status != 200)
 
-    def revisions(self, since: int = 0) -> Counter[str]:
-        """How many answers each revision gave, of those after the first `since`."""
-        return Counter(revision for _, revision in self.told[since:])
+    def revisions(self, since_s: float = 0.0) -> Counter[str]:
+        """How many answers each revision gave to what was asked after a time."""
+        return Counter(each.revision for each in self.told if each.asked_s > since_s)
 
     def wait_more(self, number: int) -> None:
         """Wait for so many further answers."""
