@@ -80,7 +80,8 @@ class Load:
             asked_s = time.monotonic()
             reply = exchange(self.cell.api, "POST", "/v1/generations", key=key, body=body)
             said = reply.json
-            self.told.append(Told(asked_s, reply.status, str(said.get("model_revision", said.get("code")))))
+            code = said.get("code") or (said.get("error") or {}).get("code")
+            self.told.append(Told(asked_s, reply.status, str(said["model_revision"] if reply.status == 200 else code)))
 
     @property
     def failures(self) -> Counter[str]:

@@ -90,7 +90,7 @@ def _check_rolled_back(stage: Rollouts, rollout: str) -> None:
 
 
 def test_a_lost_canary_replica_costs_only_what_it_ran(stage: Rollouts) -> None:
-    """Protects callers of the canary: at most what ran there is lost, its share is served meanwhile, and the rollout goes on."""
+    """Protects callers of the canary: at most what ran there is lost, its share is served meanwhile, and it goes on."""
     revision = stage.approved("next")
     known = set(children_of(stage.cell.process.pid))
     with Load(stage.cell).running() as load:
