@@ -5,6 +5,7 @@ The gateways only listen; what they tell again is the test's choice. A lease is 
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from tests.simulation.session_stand import Listening, Stand, play
@@ -26,7 +27,7 @@ from weir.messages import (
     Rejected,
     Stopped,
 )
-from weir.sim.world import tenant_name
+from weir.sim.world import POOL, tenant_name
 
 # ── who tells, and who does not ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -419,5 +420,39 @@ def test_two_takeovers_in_a_row(is_told: bool) -> None:
             [booked] = third.about(ref, EndBooked)
             assert booked.record.status == "completed" and stand.end_of(ref).status == "completed"
             assert {step.attempt for step in stand.records_of(ref, StepRecord)} == {1}
+
+    play(script)
+
+
+# ── pools that go ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_a_pool_that_goes_still_has_goes_on() -> None:
+    """Protects requests of a model that is taken away as another coordinator leads: they end there, and keep its replicas."""
+
+    async def script(stand: Stand) -> None:
+        one = stand.gateway("one.1")
+        running, waiting = await some_run_and_some_wait(one)
+        on_record = stand.snapshot
+        stand.publish(replace(on_record, pools={}))
+        stand.snapshot, stand.fleet_s = on_record, 0.3
+        await stand.take_over()
+        stand.publish(replace(on_record, pools={}))
+        fleet = stand.fleet
+        assert not fleet.is_idle(POOL) and not fleet.is_unused(POOL, "first")
+        again = stand.again(one)
+        for ref in running:
+            tell_running(one, again, ref)
+        for ref in waiting:
+            again.tell(ref)
+        again.tell_all()
+        await asyncio.sleep(0.5)
+        assert stand.running == 2 and not fleet.is_unused(POOL, "first")
+        for ref in (*running, *waiting):
+            assert again.about(ref, Granted) or ref in running
+            again.end(ref)
+            await a_moment()
+            assert stand.end_of(ref).status == "completed"
+        assert fleet.is_idle(POOL) and fleet.is_unused(POOL, "first")
 
     play(script)

@@ -204,8 +204,10 @@ def test_a_pool_that_is_withdrawn_takes_no_new_work_until_it_is_added_again(flee
     fleet.withdraw("pool")
     fleet.withdraw("pool")
     assert fleet.pools_of("rev") == () and list(fleet.pools) == [view]
+    assert not any(each.is_kept for each in fleet.pools)
     fleet.add_pool(Pool("pool", "rev", 2, 2, tenant="acme"))
     assert fleet.pools_of("rev") == (view,) and view.pool.tenant == "acme" and set(view.replicas) == {"a", "b"}
+    assert all(each.is_kept for each in fleet.pools)
 
 
 def test_an_empty_pool_may_serve_another_revision(fleet: Fleet) -> None:
@@ -228,15 +230,3 @@ def test_a_pool_is_idle_and_a_replica_unused_where_nothing_runs_or_is_expected_t
     fleet.carries = lambda pool, replica: replica in (None, "b")
     assert (fleet.is_idle("pool"), fleet.is_unused("pool", "a"), fleet.is_unused("pool", "b")) == (False, True, False)
     assert fleet.is_unused("pool", "gone") and fleet.occupied() == {"pool": 1}
-
-
-def test_a_pool_that_only_an_old_request_names_is_remembered(fleet: Fleet) -> None:
-    """Protects a request that outlived its pool: it has a place to wait, where nobody else is sent, until control names it."""
-    fleet.remember("pool", "rev")
-    fleet.remember("former", "old")
-    assert [view.name for view in fleet.pools] == ["pool", "former"] and fleet.pools_of("old") == ()
-    view = fleet.pool("former")
-    assert [each.is_kept for each in fleet.pools] == [True, False]
-    fleet.add_pool(Pool("former", "old", 1, 4))
-    assert fleet.pools_of("old") == (view,) and view.pool.concurrency == 4
-    assert [each.is_kept for each in fleet.pools] == [True, True]

@@ -24,7 +24,7 @@ from weir.app.stores import Stores, open_stores
 from weir.clock import SystemClock, SystemEntropy
 from weir.config import WeirConfig
 from weir.control.cell_view import CellView
-from weir.control.snapshots import build_snapshot
+from weir.control.snapshots import snapshot_on_record
 from weir.coordinator.coordinator import Coordinator
 from weir.core.registry.snapshot import Snapshot
 from weir.gateway.inbox import Inbox
@@ -118,7 +118,7 @@ class CoordinatorProcess:
         catalog = await unless_stopped(stop, parts.stores.catalog.load())
         if catalog is None:
             return
-        snapshot = await asyncio.to_thread(build_snapshot, catalog)
+        snapshot = await asyncio.to_thread(snapshot_on_record, catalog)
         coordinator = await coordinating.recover(snapshot)
         end = CoordinatorEnd(parts.clock, coordinator, coordinating.epoch, coordinating.terms, coordinating.links.token)
         desk = self._compose_desk(coordinator, end, snapshot)

@@ -5,6 +5,7 @@ a revoked credential from an unknown one.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from weir.core.registry.rollout_record import Rollout
 from weir.core.registry.snapshot import Snapshot
@@ -32,6 +33,11 @@ def build_snapshot(catalog: Catalog, before: Snapshot = _FIRST) -> Snapshot:
         moving=_moving(catalog.rollouts),
         limits=_shared({scope: limits for scope, limits in catalog.limits if not limits.is_empty}, before.limits),
     )
+
+
+def snapshot_on_record(catalog: Catalog) -> Snapshot:
+    """The same with the pools that were retired: control may still keep replicas on which what was admitted before runs."""
+    return replace(build_snapshot(catalog), pools={pool.name: pool for pool in catalog.pools})
 
 
 def _moving(rollouts: Iterable[Rollout]) -> frozenset[str]:

@@ -139,11 +139,6 @@ class Fleet:
     def _unlist(self, view: PoolView) -> None:
         self._pools_of_revision[view.revision] = tuple(each for each in self.pools_of(view.revision) if each is not view)
 
-    def remember(self, pool: str, revision: str) -> None:
-        """Something waits or runs in a pool that nobody keeps so far."""
-        if pool not in self._pools:
-            self._pools[pool] = PoolView(Pool(pool, revision, replicas=0, concurrency=1))
-
     def add(self, name: str, pool: str, concurrency: int) -> None:
         """A replica is starting."""
         view = self._pools[pool]
@@ -292,7 +287,7 @@ class Fleet:
     def is_unused(self, pool: str, name: str) -> bool:
         """Whether nothing runs on a replica."""
         replica = self._replica(pool, name)
-        return replica is None or (not replica.running and not self.carries(pool, name))
+        return not (replica is not None and replica.running) and not self.carries(pool, name)
 
     @property
     def pools(self) -> Iterable[PoolView]:

@@ -134,10 +134,7 @@ class Takeover:
         parts, now = self._parts, Moment(self._parts.clock.monotonic_ns(), self._parts.clock.wall_ms())
         for number, each in enumerate(found, 1):
             execution = restored(each, snapshot, -number, now)
-            if (pool := snapshot.pools.get(execution.pool)) is not None:
-                parts.fleet.add_pool(pool)
-            else:  # it went away as this was admitted there, and control may still keep its replicas
-                parts.fleet.remember(execution.pool, execution.acquire.revision)
+            parts.fleet.add_pool(snapshot.pools[execution.pool])
             parts.dispatcher.expect(execution)
             parts.executions.add(execution)
             session = parts.sessions.find(execution.session) or parts.sessions.open(execution.session, NOBODY)
