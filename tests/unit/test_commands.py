@@ -17,7 +17,7 @@ from weir import errors
 from weir.control.bootstrap import DEMO_PRICE, bootstrap
 from weir.control.commands import Commands
 from weir.control.declared_models import DeclaredModels
-from weir.control.snapshots import build_snapshot, snapshot_on_record
+from weir.control.snapshots import build_snapshot
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import LIMIT_NAMES, Limits, Role, Scope, ServiceClass, digest_of_key
@@ -371,10 +371,3 @@ def test_a_snapshot_keeps_what_is_revoked_and_drops_empty_limits() -> None:
     catalog = Catalog(7, limits=[(Scope("acme"), Limits()), (Scope("globex"), Limits(concurrency=0))])
     snapshot = build_snapshot(catalog)
     assert snapshot.version == 7 and dict(snapshot.limits) == {Scope("globex"): Limits(concurrency=0)}
-
-
-def test_a_coordinator_knows_pools_that_were_retired() -> None:
-    """Protects what was admitted before: control may still keep their replicas, though nobody is offered them."""
-    pools = (Pool("kept", "small-1", 1, 1), Pool("old", "small-1", 1, 1, retired=True))
-    catalog = Catalog(7, revisions=(REVISION,), pools=pools)
-    assert set(build_snapshot(catalog).pools) == {"kept"} and set(snapshot_on_record(catalog).pools) == {"kept", "old"}

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 
 from weir.control.kept_pools import kept_pools, stable_revisions
+from weir.control.snapshots import build_snapshot, snapshot_on_record
 from weir.core.metering import Price
 from weir.core.registry.model import Alias, Canary, EngineKind, Pool, Revision, RevisionState
 from weir.core.registry.snapshot import Snapshot
+from weir.ports import Catalog
 
 REVISION = Revision("v1", EngineKind.SIMULATED, "demo", 512, 128, 64, Price(1, 1, 1, 1))
 OTHER = replace(REVISION, id="v2", state=RevisionState.APPROVED)
@@ -71,3 +73,9 @@ def test_what_a_start_waits_for_is_what_aliases_mean() -> None:
     """Protects a restart from a canary that does not start: nobody waits for it."""
     shared = Alias("assistant", "v1", 64, canary=Canary("ro-1", 1, "v2", 5))
     assert stable_revisions(snapshot(aliases=(shared, Alias("own", "v3", 64, tenant="acme")))) == {"v1", "v3"}
+
+
+def test_a_coordinator_knows_pools_that_were_retired() -> None:
+    """Protects what was admitted before: control may still keep their replicas, though nobody is offered them."""
+    catalog = Catalog(7, revisions=(REVISION,), pools=(MADE, Pool("old", "v1", 1, 1, retired=True)))
+    assert set(build_snapshot(catalog).pools) == {"made"} and set(snapshot_on_record(catalog).pools) == {"made", "old"}
