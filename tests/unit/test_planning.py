@@ -9,7 +9,7 @@ import pytest
 from weir import errors
 from weir.clock import SystemClock
 from weir.core.metering import InputBasis, Price
-from weir.core.registry.model import Alias, EngineKind, Pool, Revision
+from weir.core.registry.model import Alias, Canary, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
 from weir.core.request import InferenceRequest, Message
 from weir.core.routing.prefixes import MARKS_END_BYTES, MARKS_MAX
@@ -243,3 +243,49 @@ async def test_only_engines_that_may_see_a_prompt_count_it(
     inbox.deliver(FleetView((REPLICA,)))
     planner = Planner(inbox, lambda kind: SimulatedEngine(), b"digest key", b"salt key")
     assert (await planner.plan(_principal("acme"), InferenceRequest("chat", "a question"), "req-1")).input_basis is counted
+
+
+def _trying(tried: Revision, *pools: Pool, ready: tuple[str, ...], counts: bool = True) -> Planner:
+    """All of the alias `chat` goes to a canary. ready: of its pools, those with a ready replica. counts: tokens."""
+    inbox = Inbox(SystemClock())
+    inbox.deliver(
+        Snapshot(
+            version=1,
+            tenants={"acme": Tenant("acme")},
+            applications={("acme", "app"): Application("acme", "app")},
+            aliases={"chat": Alias("chat", CHAT.id, 400, Canary("ro-1", 0, tried.id, 100))},
+            revisions={CHAT.id: CHAT, tried.id: tried},
+            pools={pool.name: pool for pool in (Pool("chat", CHAT.id, 1, 1), *pools)},
+        )
+    )
+    replica = msgspec.structs.replace(REPLICA, revision=tried.id, counts_tokens=counts)
+    replicas = [msgspec.structs.replace(replica, name=f"{pool}-1", pool=pool) for pool in ready]
+    inbox.deliver(FleetView((REPLICA, *replicas)))
+    engine = SimulatedEngine()
+    return Planner(inbox, lambda kind: engine, b"digest key", b"salt key")
+
+
+@pytest.mark.parametrize("ready", [("shared",), ("own",), ("shared", "own"), ()])
+async def test_a_canary_takes_only_whom_its_ready_replicas_may_serve(ready: tuple[str, ...]) -> None:
+    """Protects tenants with pools of their own: a replica that is ready elsewhere is none for them."""
+    tried = replace(CHAT, id="chat@2")
+    planner = _trying(tried, Pool("shared", tried.id, 1, 1), Pool("own", tried.id, 1, 1, tenant="acme"), ready=ready)
+    plan = await planner.plan(_principal("acme"), InferenceRequest("chat", "any"), "req-1")
+    assert plan.revision == (tried if "own" in ready else CHAT)
+
+
+async def test_a_canary_takes_only_the_classes_that_its_ready_replicas_serve() -> None:
+    """Protects interactive callers while only a canary's pool for batches is ready."""
+    tried = replace(CHAT, id="chat@2")
+    pools = Pool("now", tried.id, 1, 1), Pool("later", tried.id, 1, 1, service_classes=(ServiceClass.BATCH,))
+    plan = await _trying(tried, *pools, ready=("later",)).plan(_principal("acme"), InferenceRequest("chat", "any"), "req-1")
+    assert plan.revision == CHAT
+
+
+@pytest.mark.parametrize("counts", [True, False])
+async def test_a_default_output_is_no_more_than_the_revision_gives(counts: bool) -> None:
+    """Protects holds: an alias's default is for all that it leads to, and one of them may give less."""
+    tried = replace(CHAT, id="chat@2", max_output_tokens=50)
+    planner = _trying(tried, Pool("tried", tried.id, 1, 1), ready=("tried",), counts=counts)
+    plan = await planner.plan(_principal("acme"), InferenceRequest("chat", "any"), "req-1")
+    assert (plan.revision, plan.max_output_tokens) == (tried, 50)

@@ -74,7 +74,7 @@ async def test_a_rollout_to_its_end(desk: RegistryDesk) -> None:
     assert alias_of(desk).canary == Canary(rollout.id, 1, NEXT.id, 100, PLAN.tolerances)
     assert desk.snapshot.revisions[NEXT.id].state is RevisionState.APPROVED
     rollout = await moved(desk, rollout, Promote(T0_MS))
-    assert alias_of(desk) == Alias("assistant", NEXT.id, 512)
+    assert alias_of(desk) == Alias("assistant", NEXT.id, 600), "its default is its own, also where the revision gives less"
     assert desk.snapshot.revisions[NEXT.id].state is RevisionState.LIVE and "small" in desk.snapshot.pools
     rollout = await moved(desk, rollout, Finish(T0_MS))
     assert rollout.is_over and list(desk.snapshot.pools) == list(rollout.pools)
@@ -88,7 +88,7 @@ async def test_a_rollback_is_one_change(desk: RegistryDesk) -> None:
         rollout = await moved(desk, rollout, Verify(T0_MS, None), *events)
         version = desk.snapshot.version
         rollout, done = await desk.rollouts.roll_back("bob", rollout.id)
-        assert done.version == version + 1 and alias_of(desk).revision == STABLE.id and alias_of(desk).canary is None
+        assert done.version == version + 1 and alias_of(desk) == Alias("assistant", STABLE.id, 600), "as it was before"
         assert set(rollout.pools) <= desk.snapshot.pools.keys(), "what runs there may end"
         rollout = await moved(desk, rollout, Finish(T0_MS))
         assert list(desk.snapshot.pools) == ["small"] and name_of(rollout.state) == "rolled_back"

@@ -155,7 +155,7 @@ def _moved(rollout: Rollout, event: RolloutEvent) -> Rollout:
 
 def _change_of(catalog: Catalog, rollout: Rollout, entry: AuditEntry) -> CatalogChange:
     """The rollout as it is now, with what its alias, its canary's revision and the pools are by it."""
-    alias = _routed(require_alias(catalog, rollout.tenant, rollout.alias), require_revision(catalog, rollout.canary), rollout)
+    alias = _routed(require_alias(catalog, rollout.tenant, rollout.alias), rollout)
     revisions = []
     if route_of(rollout.state) is Route.NEW:
         canary = require_revision(catalog, rollout.canary)
@@ -165,7 +165,8 @@ def _change_of(catalog: Catalog, rollout: Rollout, entry: AuditEntry) -> Catalog
     )
 
 
-def _routed(alias: Alias, canary: Revision, rollout: Rollout) -> Alias:
+def _routed(alias: Alias, rollout: Rollout) -> Alias:
+    """The alias as the rollout's state has it. Its default output stays: a way back, or a retry, finds it as it was."""
     match route_of(rollout.state):
         case Route.OLD:
             return replace(alias, revision=rollout.stable, canary=None)
@@ -175,8 +176,7 @@ def _routed(alias: Alias, canary: Revision, rollout: Rollout) -> Alias:
             share = Canary(rollout.id, rollout.step, rollout.canary, weight, rollout.plan.tolerances)
             return replace(alias, revision=rollout.stable, canary=share)
         case Route.NEW:
-            most = min(alias.default_max_output_tokens, canary.max_output_tokens)
-            return replace(alias, revision=rollout.canary, canary=None, default_max_output_tokens=most)
+            return replace(alias, revision=rollout.canary, canary=None)
 
 
 def _freed_pools(catalog: Catalog, rollout: Rollout) -> list[Pool]:

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from weir import errors
 from weir.core.registry.model import within_reach
 from weir.core.registry.snapshot import Snapshot
+from weir.core.tenancy import Principal
 from weir.messages import (
     AskStanding,
     CancelById,
@@ -133,16 +134,22 @@ class Inbox:
 
     def counting_replica(self, revision: str, tenant: str) -> ReplicaAddress | None:
         """A ready replica of a revision that counts tokens and may see this tenant's prompts; None when there is none."""
+        return next((replica for replica in self._within_reach(revision, tenant) if replica.counts_tokens), None)
+
+    def is_ready_for(self, revision: str, principal: Principal) -> bool:
+        """Whether a replica of this revision is ready that may take this caller's requests."""
+        pools = self.snapshot.pools
+        ready = self._within_reach(revision, principal.tenant)
+        return any(principal.service_class in pools[replica.pool].service_classes for replica in ready)
+
+    def _within_reach(self, revision: str, tenant: str) -> list[ReplicaAddress]:
+        """The ready replicas of a revision that may see this tenant's prompts."""
         ready, owner = self._ready.get(revision, ()), self.snapshot.tenants.get(tenant)
         if not ready or owner is None:
-            return None
+            return []
         pools = within_reach(self.snapshot.pools_of.get(revision, ()), tenant, owner.leaves_its_pools)
         names = {pool.name for pool in pools}
-        return next((replica for replica in ready if replica.counts_tokens and replica.pool in names), None)
-
-    def is_ready(self, revision: str) -> bool:
-        """Whether a replica of this revision is ready."""
-        return bool(self._ready.get(revision))
+        return [replica for replica in ready if replica.pool in names]
 
     def has_choice(self, revision: str) -> bool:
         """Whether several replicas of a revision are ready that keep what they have read, apart for each salt."""

@@ -75,10 +75,10 @@ class Planner:
         return Plan(principal, request, request_id, alias, revision, workload, input_tokens, basis, max_output, deadline_ms)
 
     def _resolve(self, principal: Principal, request: InferenceRequest, request_id: str) -> tuple[Alias, Revision]:
-        """The caller's revision; a canary that has no ready replica leaves its share to the stable one."""
+        """The caller's revision; a canary that has no ready replica for this caller leaves it to the stable one."""
         snapshot = self._inbox.snapshot
         alias, revision = snapshot.resolve(principal, request.model_alias, request.session or request_id)
-        if revision.id != alias.revision and not self._inbox.is_ready(revision.id):
+        if revision.id != alias.revision and not self._inbox.is_ready_for(revision.id, principal):
             return snapshot.resolve(principal, request.model_alias)
         return alias, revision
 
@@ -143,14 +143,17 @@ def _pieces(turns: tuple[Message, ...]) -> Iterator[bytes]:
 
 
 def _max_output(request: InferenceRequest, alias: Alias, revision: Revision, counted: Tokens | None) -> Tokens:
-    """The output that is held: as asked, else the alias's default, cut to the window where the input is known exactly."""
+    """The output that is held: as asked, else the alias's default, cut to what the revision gives.
+
+    Where the input is known exactly, also to what the window leaves.
+    """
     asked = request.max_output_tokens
     if asked is not None and asked > revision.max_output_tokens:
         raise errors.InvalidRequest(
             f"This model gives at most {revision.max_output_tokens} output tokens.",
             members={"field": "max_output_tokens", "accepted": f"1 to {revision.max_output_tokens}"},
         )
-    wanted = asked if asked is not None else alias.default_max_output_tokens
+    wanted = asked if asked is not None else min(alias.default_max_output_tokens, revision.max_output_tokens)
     if counted is None:
         return wanted
     room = revision.context_tokens - counted
