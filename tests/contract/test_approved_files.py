@@ -93,6 +93,33 @@ async def test_single_files_off_the_loop(stand: Stand) -> None:
     assert await stand.artifacts.read_file(digest) == b"case"
 
 
+async def test_a_snapshot_waits_for_no_artifact(stand: Stand) -> None:
+    """Protects revocations and ways back, which pass the loop's own threads: however many replicas read their models just then.
+
+    Many more than those threads are.
+    """
+    await stand.keep()
+    answer, opened = threading.Event(), list[str]()
+
+    def judge(signed_manifest: object) -> SigningKey:
+        answer.wait(WAIT_S)
+        return key_of(1)
+
+    async def open_it() -> None:
+        async with stand.artifacts.opened(DIGEST, [MODEL], judge) as artifact:
+            opened.append(artifact.folder)
+
+    opening = [asyncio.create_task(open_it()) for _ in range(64)]
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(WAIT_S / 4):
+            assert await asyncio.to_thread(lambda: len(opened)) == 0
+    finally:
+        answer.set()
+        await asyncio.gather(*opening)
+    assert len(opened) == 64
+
+
 @pytest.mark.parametrize("outcome", ["opened", "refused"])
 async def test_whoever_stops_waiting_leaves_nothing_open(stand: Stand, outcome: str) -> None:
     """Protects descriptors: what is opened after its caller was cancelled is closed again."""
@@ -118,7 +145,9 @@ async def test_whoever_stops_waiting_leaves_nothing_open(stand: Stand, outcome: 
     with pytest.raises(asyncio.CancelledError):
         await opening
     answer.set()
-    await loop.shutdown_default_executor()
+    stand.artifacts.close()
+    for thread in [each for each in threading.enumerate() if each.name.startswith("artifacts")]:
+        await asyncio.to_thread(thread.join, WAIT_S)
     await asyncio.sleep(0)
     assert descriptors() == before and not asked.is_set()
 

@@ -148,7 +148,8 @@ class ControlSide:
         return create_admin_app(parts)
 
     async def aclose(self) -> None:
-        """No engine is spoken to any more."""
+        """No engine is spoken to any more, and no artifact is read."""
+        self.artifacts.close()
         await self.engines.aclose()
 
 
