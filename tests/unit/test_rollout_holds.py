@@ -49,6 +49,28 @@ async def test_a_paused_rollout_stays(stand: Stand) -> None:
     assert canary is not None and canary.weight == 50
 
 
+@pytest.mark.parametrize("busy", [False, True])
+async def test_a_revoked_revision_leaves_its_alias_at_once(stand: Stand, busy: bool) -> None:
+    """Protects everybody after a promotion: the alias means what serves nobody, whenever the next look would be due.
+
+    busy: a look is under way as it is revoked, and saw it serve.
+    """
+    rollout_id = await stand.propose(interval_ms=600_000, warm_ms=86_400_000)
+    for _ in range(60):
+        await stand.tick(600_000)
+        if name_of((await stand.stored(rollout_id)).state) == "promoting":
+            break
+    if busy:
+        stand.cell.meanwhile = lambda: stand.desk.models.revoke("bob", NEXT.id)
+        await stand.tick(600_000)
+    else:
+        await stand.desk.models.revoke("bob", NEXT.id)
+    await stand.tick(1)
+    assert stand.alias().revision == STABLE.id and name_of((await stand.stored(rollout_id)).state) == "rolling_back"
+    looks = [await stand.tick(1) for _ in range(5)]
+    assert sum(looks) == 0, "what is decided is looked at as often as any other"
+
+
 async def test_a_step_waits_for_its_lanes(stand: Stand) -> None:
     """Protects the next step's customers: one of two replicas carries a half, and not the whole."""
     stand.cell.missing = {NEXT.id: 1}

@@ -19,7 +19,17 @@ from weir.control.evaluation import Approved, leads_to
 from weir.control.rollout_commands import ACTOR, EVENT_NAMES, RolloutCommands
 from weir.core.registry.comparison import Comparison, compare
 from weir.core.registry.evidence import Evidence
-from weir.core.registry.rollout import OnCanary, Paused, Proposed, RollBack, RolloutEvent, name_of, next_weight, weight_of
+from weir.core.registry.rollout import (
+    OnCanary,
+    Paused,
+    Proposed,
+    RollBack,
+    RollingBack,
+    RolloutEvent,
+    name_of,
+    next_weight,
+    weight_of,
+)
 from weir.core.registry.rollout_decision import Decision, Evaluation, Observation, Verdict, can_carry, decide
 from weir.core.registry.rollout_record import Rollout
 from weir.ports import Catalog, Clock
@@ -205,6 +215,7 @@ class RolloutLoop:
         self._version = catalog.version
         running = {rollout.id: rollout for rollout in catalog.rollouts if not rollout.is_over}
         self._follow(running, now_ns)
+        self._hasten_what_is_over(running, catalog, now_ns)
         due = [name for name in self._due(now_ns) if name in running]
         return [self._begin(self._watches[name], running[name], catalog, now_ns) for name in due]
 
@@ -233,6 +244,12 @@ class RolloutLoop:
             del self._ended[name]
         for name in running.keys() - self._watches.keys():
             self._watches[name] = _Watch(now_ns)
+
+    def _hasten_what_is_over(self, running: dict[str, Rollout], catalog: Catalog, now_ns: Nanos) -> None:
+        """An alias may mean a revision that serves nobody any more: its rollout is looked at now, or once more after that."""
+        for name, rollout in running.items():
+            if not isinstance(rollout.state, RollingBack) and not require_revision(catalog, rollout.canary).serves:
+                self._watches[name].due_ns = now_ns
 
     def _lose_store(self, away: errors.LedgerUnavailable) -> None:
         if not self._is_store_away:
