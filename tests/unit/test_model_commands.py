@@ -11,6 +11,7 @@ from weir import errors
 from weir.control.model_commands import NewPool
 from weir.core.registry.key_ring import KeyRole
 from weir.core.registry.model import Alias, EngineKind, Pool, RevisionState
+from weir.core.registry.rollout import Promote, RaiseWeight, Verify
 from weir.core.registry.rollout_plan import RolloutPlan
 from weir.core.registry.signatures import public_key_of
 from weir.core.tenancy import ServiceClass
@@ -186,3 +187,16 @@ async def test_keys_are_trusted_and_revoked(desk: RegistryDesk) -> None:
     with pytest.raises(errors.NotFound):
         await desk.key_ring.revoke("ada", "other")
     assert await desk.audited() == [("ada", "key_ring.add", "build"), ("ada", "key_ring.revoke", "build")]
+
+
+async def test_a_pool_that_a_rollout_needs_stays(desk: RegistryDesk) -> None:
+    """Protects the way back: the last pool of either revision cannot be taken away while a rollout may lead there."""
+    await desk.models.approve("bob", NEXT.id)
+    rollout, _ = await desk.rollouts.propose("ada", "assistant", NEXT.id, RolloutPlan())
+    with pytest.raises(errors.NotAllowedNow, match=rollout.id):
+        await desk.models.retire_pool("ada", rollout.pools[0])
+    for event in (Verify(T0_MS, None), RaiseWeight(T0_MS), Promote(T0_MS)):
+        await desk.rollouts.act("ada", rollout.id, lambda stored, event=event: event)  # type: ignore[misc]
+    with pytest.raises(errors.NotAllowedNow, match=rollout.id) as refused:
+        await desk.models.retire_pool("ada", "small")
+    assert refused.value.members == {"aliases": [], "rollouts": [rollout.id]}

@@ -1,6 +1,7 @@
 """A rollout as changes of the catalog: whatever happens, its alias, its revisions and its pools say what its state says."""
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from tests.unit.registry_desk import CALLER, STABLE, T0_MS, RegistryDesk, regist
 
 from weir import errors
 from weir.control.rollout_commands import ACTOR
+from weir.control.validation import NAME_PATTERN
 from weir.core.registry.golden_set import Score
 from weir.core.registry.model import Alias, Canary, EngineKind, Pool, RevisionState
 from weir.core.registry.rollout import (
@@ -154,6 +156,34 @@ async def test_an_engine_behind_a_url_needs_a_pool_of_its_own(desk: RegistryDesk
     await desk.put(pools=(Pool("served", "served@1", 1, 4, ("http://127.0.0.1:1",)),))
     rollout, _ = await desk.rollouts.propose("ada", "assistant", "served@1", PLAN)
     assert rollout.pools == ()
+
+
+async def test_conversations_are_not_rolled_out_to_a_base_model(desk: RegistryDesk) -> None:
+    """Protects callers: what a revision refuses at the door is in no evidence, so nothing would stop this one."""
+    await desk.put(replace(NEXT, id="base@1", chat=False))
+    with pytest.raises(errors.NotAllowedNow, match="conversations"):
+        await desk.rollouts.propose("ada", "assistant", "base@1", PLAN)
+
+
+async def test_pools_made_for_a_canary_have_names_of_their_own(desk: RegistryDesk) -> None:
+    """Protects a proposal where the stable revision's pools have long names that end differently."""
+    names = [f"{'a' * 62}{number}" for number in range(3)]
+    await desk.put(pools=tuple(Pool(name, STABLE.id, 1, 1) for name in names))
+    rollout, _ = await desk.rollouts.propose("ada", "assistant", NEXT.id, PLAN)
+    assert len(set(rollout.pools)) == 4 and set(rollout.pools) <= desk.snapshot.pools.keys()
+    assert all(re.fullmatch(NAME_PATTERN, name) for name in rollout.pools)
+
+
+async def test_a_tenants_canary_gets_no_pool_for_others(desk: RegistryDesk) -> None:
+    """Protects machines: of the stable revision's pools those of other tenants never serve a revision that one tenant owns."""
+    await desk.put(
+        replace(NEXT, id="own@1", tenant="acme"),
+        pools=(Pool("theirs", STABLE.id, 8, 4, tenant="globex"), Pool("acme", STABLE.id, 1, 4, tenant="acme")),
+        aliases=(Alias("brief", STABLE.id, 9, tenant="acme"),),
+    )
+    rollout, _ = await desk.rollouts.propose("ada", "brief", "own@1", PLAN, "acme")
+    made = [desk.snapshot.pools[name] for name in rollout.pools]
+    assert sorted((pool.tenant, pool.replicas) for pool in made) == [("acme", 1), ("acme", 2)]
 
 
 @pytest.mark.parametrize("seed", range(20))

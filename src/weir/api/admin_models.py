@@ -149,6 +149,6 @@ async def patch_pool(name: str, body: PoolPatch, caller: Operator, parts: Parts)
 
 @router.post("/pools/{name}/retire", response_model=PoolView, responses=PENDING)
 async def retire_pool(name: str, caller: Operator, parts: Parts) -> JSONResponse:
-    """Drain and stop a pool's replicas, unless an alias has no other one."""
+    """Drain and stop a pool's replicas, unless an alias or a rollout has no other one."""
     pool, done = await parts.models.retire_pool(caller.actor, name)
     return acknowledged(PoolView.model_validate(pool), done)

@@ -73,7 +73,7 @@ class ModelCommands:
         def retired(catalog: Catalog, known: Revision) -> Revision:
             state = after(known, Act.RETIRE)
             names = sorted({alias.name for alias in catalog.aliases if revision in targets_of(alias)})
-            moving = [each.id for each in catalog.rollouts if not each.is_over and revision in (each.stable, each.canary)]
+            moving = rollouts_of(catalog, revision)
             adapters = [each.id for each in catalog.revisions if each.adapter_of == revision and each.serves]
             if needed := names + moving + adapters:
                 detail = f"Revision {revision!r} is still needed by {', '.join(needed)}."
@@ -180,16 +180,20 @@ class ModelCommands:
         return await self._commands.commit(plan)
 
     async def retire_pool(self, actor: str, name: str) -> Outcome[Pool]:
-        """Drain and stop a pool's replicas. Idempotent. Raises NotFound, NotAllowedNow for the last pool of an alias."""
+        """Drain and stop a pool's replicas. Idempotent.
+
+        Raises NotFound, NotAllowedNow for the last pool of what an alias means or a rollout moves.
+        """
         entry = self._commands.audit_entry(actor, "pool.retire", name, {})
 
         def plan(catalog: Catalog) -> tuple[Pool, CatalogChange | None]:
             pool = _administered(require_pool(catalog, name))
             others = [each for each in pools_of(catalog, pool.revision) if each.name != name]
             names = sorted({alias.name for alias in catalog.aliases if pool.revision in targets_of(alias)})
-            if names and not others and not pool.retired:
-                detail = f"Pool {name!r} is the last one that serves {', '.join(names)}."
-                raise errors.NotAllowedNow(detail, members={"aliases": names})
+            moving = rollouts_of(catalog, pool.revision)
+            if (names or moving) and not others and not pool.retired:
+                detail = f"Pool {name!r} is the last one that serves {', '.join(names + moving)}."
+                raise errors.NotAllowedNow(detail, members={"aliases": names, "rollouts": moving})
             retired = replace(pool, retired=True)
             return retired, None if pool.retired else CatalogChange(entry, pools=(retired,))
 
@@ -208,6 +212,11 @@ def running_rollout(catalog: Catalog, tenant: str | None, alias: str) -> str | N
     """The id of the rollout that moves an alias now."""
     moving = (each.id for each in catalog.rollouts if (each.tenant, each.alias) == (tenant, alias) and not each.is_over)
     return next(moving, None)
+
+
+def rollouts_of(catalog: Catalog, revision: str) -> list[str]:
+    """The ids of the rollouts that move from or to a revision now."""
+    return [each.id for each in catalog.rollouts if not each.is_over and revision in (each.stable, each.canary)]
 
 
 def check_publishable(catalog: Catalog, revision: Revision, tenant: str | None) -> None:

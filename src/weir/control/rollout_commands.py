@@ -69,7 +69,7 @@ class RolloutCommands:
         """Begin to move an alias to another revision: its replicas start, and nothing else changes yet.
 
         A canary without pools gets one like each of the stable revision's. Raises InvalidRequest for the plan or the revision
-        that the alias means, NotFound, NotAllowedNow for an alias that a rollout moves or a revision that cannot serve.
+        that the alias means, NotFound, NotAllowedNow for an alias that a rollout moves or a revision that cannot serve it.
         """
         check_plan(plan)
         rollout_id = f"{_ID_PREFIX}{self._entropy.token(_ID_BYTES).hex()}"
@@ -79,6 +79,7 @@ class RolloutCommands:
             _check_free(catalog, alias)
             if alias.revision == revision:
                 raise errors.InvalidRequest("The alias means this revision already.", members={"field": "revision"})
+            _check_talks(require_revision(catalog, alias.revision), canary)
             made = [] if pools_of(catalog, revision) else _pools_like(pools_of(catalog, alias.revision), canary, rollout_id)
             check_publishable(replace(catalog, pools=(*catalog.pools, *made)), canary, tenant)
             rollout = Rollout(
@@ -204,22 +205,38 @@ def _is_used(catalog: Catalog, revision: str, over: Rollout) -> bool:
 
 
 def _pools_like(stable: Iterable[Pool], canary: Revision, rollout_id: str) -> list[Pool]:
-    """A pool for the canary like each of the stable revision's; none for an engine that the platform does not start."""
+    """A pool for the canary like each of the stable revision's, but for those of others where the canary is a tenant's own.
+
+    None for an engine that the platform does not start.
+    """
     if canary.engine is EngineKind.OPENAI:
         return []
-    suffix = f"-{rollout_id.removeprefix(_ID_PREFIX)[:_SUFFIX_CHARACTERS]}"
+    mark = rollout_id.removeprefix(_ID_PREFIX)[:_SUFFIX_CHARACTERS]
+    like = [pool for pool in stable if canary.tenant is None or pool.tenant in (None, canary.tenant)]
     return [
         replace(
             pool,
-            name=pool.name[: _POOL_NAME_CHARACTERS - len(suffix)] + suffix,
+            name=_shortened(pool.name, f"-{mark}-{number}" if number else f"-{mark}"),
             revision=canary.id,
             tenant=canary.tenant or pool.tenant,
             urls=(),
             on_demand=False,
             declared=False,
         )
-        for pool in stable
+        for number, pool in enumerate(like)
     ]
+
+
+def _shortened(name: str, suffix: str) -> str:
+    """A pool's name that ends so; what is cut off may be all that two names differ in."""
+    return name[: _POOL_NAME_CHARACTERS - len(suffix)] + suffix
+
+
+def _check_talks(stable: Revision, canary: Revision) -> None:
+    """Raises NotAllowedNow where callers would be refused at the door: that is in no evidence, and nothing would stop it."""
+    if stable.chat and not canary.chat:
+        detail = f"Revision {canary.id!r} takes plain prompts only, and {stable.id!r} takes conversations too."
+        raise errors.NotAllowedNow(detail, members={})
 
 
 def _check_free(catalog: Catalog, alias: Alias) -> None:
