@@ -33,6 +33,7 @@ from weir.core.registry.rollout import (
 )
 from weir.core.registry.rollout_plan import RolloutPlan, Step
 from weir.core.registry.rollout_record import Rollout
+from weir.core.tenancy import ServiceClass
 
 NEXT = registered("small@2", state=RevisionState.APPROVED)
 PLAN = RolloutPlan((Step(10, 1, 0), Step(100, 1, 0)))
@@ -163,6 +164,45 @@ async def test_conversations_are_not_rolled_out_to_a_base_model(desk: RegistryDe
     await desk.put(replace(NEXT, id="base@1", chat=False))
     with pytest.raises(errors.NotAllowedNow, match="conversations"):
         await desk.rollouts.propose("ada", "assistant", "base@1", PLAN)
+
+
+@pytest.mark.parametrize(
+    ("pool", "is_enough"),
+    [
+        (Pool("next", NEXT.id, 1, 4), True),
+        (Pool("next", NEXT.id, 1, 4, tenant="globex"), False),
+        (Pool("next", NEXT.id, 1, 4, service_classes=(ServiceClass.BATCH,)), False),
+        (Pool("next", NEXT.id, 1, 4, input_tokens_max=100), False),
+        (Pool("next", NEXT.id, 1, 4, retired=True), True),
+    ],
+)
+async def test_a_canarys_own_pools_serve_all_whom_the_stable_ones_serve(
+    desk: RegistryDesk, pool: Pool, is_enough: bool
+) -> None:
+    """Protects callers that stay with the stable revision while both serve: the promotion would leave them nothing."""
+    await desk.put(pools=(pool,))
+    if is_enough:
+        await desk.rollouts.propose("ada", "assistant", NEXT.id, PLAN)
+        return
+    with pytest.raises(errors.NotAllowedNow) as refused:
+        await desk.rollouts.propose("ada", "assistant", NEXT.id, PLAN)
+    assert refused.value.members == {"pool": "small"}
+
+
+@pytest.mark.parametrize("leaves_its_pools", [False, True])
+async def test_a_dedicated_tenant_stays_in_pools_of_its_own(desk: RegistryDesk, leaves_its_pools: bool) -> None:
+    """Protects isolation: no rollout moves a tenant from replicas of its own to shared ones, unless its policy says so."""
+    await desk.commands.patch_tenant("test", "acme", leaves_its_pools=leaves_its_pools)
+    await desk.put(pools=(Pool("acme", STABLE.id, 1, 4, tenant="acme"), Pool("next", NEXT.id, 1, 4)))
+    if leaves_its_pools:
+        await desk.rollouts.propose("ada", "assistant", NEXT.id, PLAN)
+        return
+    with pytest.raises(errors.NotAllowedNow) as refused:
+        await desk.rollouts.propose("ada", "assistant", NEXT.id, PLAN)
+    assert refused.value.members == {"pool": "acme"}
+    await desk.put(aliases=(Alias("brief", STABLE.id, 9, tenant="globex"),), pools=(Pool("own", NEXT.id, 1, 4, tenant="acme"),))
+    await desk.rollouts.propose("ada", "assistant", NEXT.id, PLAN)
+    await desk.rollouts.propose("ada", "brief", NEXT.id, PLAN, "globex")
 
 
 async def test_pools_made_for_a_canary_have_names_of_their_own(desk: RegistryDesk) -> None:

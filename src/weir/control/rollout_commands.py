@@ -5,7 +5,7 @@ is never a weight without its step, nor a step without its weight. Who decides w
 `rollout_loop.py`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -15,7 +15,7 @@ from weir.control.commands import Commands, Outcome
 from weir.control.model_commands import check_publishable, pools_of, running_rollout, targets_of
 from weir.control.validation import check_detail
 from weir.core.registry.approval import Act, after
-from weir.core.registry.model import Alias, Canary, EngineKind, Pool, Revision
+from weir.core.registry.model import Alias, Canary, EngineKind, Pool, Revision, within_reach
 from weir.core.registry.rollout import (
     Finish,
     IllegalRolloutTransition,
@@ -69,7 +69,8 @@ class RolloutCommands:
         """Begin to move an alias to another revision: its replicas start, and nothing else changes yet.
 
         A canary without pools gets one like each of the stable revision's. Raises InvalidRequest for the plan or the revision
-        that the alias means, NotFound, NotAllowedNow for an alias that a rollout moves or a revision that cannot serve it.
+        that the alias means, NotFound, NotAllowedNow for an alias that a rollout moves or a revision that cannot serve all whom
+        the stable one serves.
         """
         check_plan(plan)
         rollout_id = f"{_ID_PREFIX}{self._entropy.token(_ID_BYTES).hex()}"
@@ -80,8 +81,10 @@ class RolloutCommands:
             if alias.revision == revision:
                 raise errors.InvalidRequest("The alias means this revision already.", members={"field": "revision"})
             _check_talks(require_revision(catalog, alias.revision), canary)
-            made = [] if pools_of(catalog, revision) else _pools_like(pools_of(catalog, alias.revision), canary, rollout_id)
+            own, stable = pools_of(catalog, revision), pools_of(catalog, alias.revision)
+            made = [] if own else _pools_like(stable, canary, rollout_id)
             check_publishable(replace(catalog, pools=(*catalog.pools, *made)), canary, tenant)
+            _check_reach(catalog, tenant, stable, own or made)
             rollout = Rollout(
                 id=rollout_id,
                 alias=alias_name,
@@ -93,7 +96,7 @@ class RolloutCommands:
                 proposed_by=actor,
                 proposed_at_ms=self._clock.wall_ms(),
                 pools=tuple(pool.name for pool in made),
-                former_pools=tuple(pool.name for pool in pools_of(catalog, alias.revision)),
+                former_pools=tuple(pool.name for pool in stable),
             )
             summary = {"alias": alias_name, "tenant": tenant, "from": alias.revision, "to": revision}
             entry = self._commands.audit_entry(actor, "rollout.propose", rollout_id, summary)
@@ -230,6 +233,28 @@ def _pools_like(stable: Iterable[Pool], canary: Revision, rollout_id: str) -> li
 def _shortened(name: str, suffix: str) -> str:
     """A pool's name that ends so; what is cut off may be all that two names differ in."""
     return name[: _POOL_NAME_CHARACTERS - len(suffix)] + suffix
+
+
+def _check_reach(catalog: Catalog, tenant: str | None, stable: Iterable[Pool], canary: Sequence[Pool]) -> None:
+    """Raises NotAllowedNow where somebody whom the stable revision's pools serve would find none of the canary's.
+
+    While both serve they would stay with the stable one, so that nobody saw it before the promotion. tenant: the alias's.
+    """
+    leaving = {each.name for each in catalog.tenants if each.leaves_its_pools}
+    for pool in stable if tenant is None else within_reach(stable, tenant, leaves_its_pools=True):
+        owners = {pool.tenant, tenant or pool.tenant} | ({None} if pool.tenant in leaving else set())
+        alike = [each for each in canary if each.tenant in owners and _takes_as_long(each, pool)]
+        missing = set(pool.service_classes) - {known for each in alike for known in each.service_classes}
+        if missing:
+            detail = f"No pool of the new revision serves all whom pool {pool.name!r} serves: {', '.join(sorted(missing))}."
+            raise errors.NotAllowedNow(detail, members={"pool": pool.name})
+
+
+def _takes_as_long(pool: Pool, other: Pool) -> bool:
+    """Whether a pool takes inputs as long as another one does."""
+    if pool.input_tokens_max is None or other.input_tokens_max is None:
+        return pool.input_tokens_max is None
+    return pool.input_tokens_max >= other.input_tokens_max
 
 
 def _check_talks(stable: Revision, canary: Revision) -> None:
