@@ -51,7 +51,6 @@ class Cell:
     running: int = 0
     away: bool = False
     faults: dict[str, str] = field(default_factory=dict)
-    demanded: list[str] = field(default_factory=list)
     meanwhile: Callable[[], Awaitable[Any]] | None = None
 
     async def pools(self) -> list[PoolReport]:
@@ -79,9 +78,6 @@ class Cell:
 
     def fault_of(self, pool: str) -> str | None:
         return self.faults.get(pool)
-
-    def demand(self, pool: str) -> None:
-        self.demanded.append(pool)
 
 
 class Evaluations:

@@ -69,6 +69,14 @@ def test_what_another_start_declared_is_not_kept(declared: dict[str, str]) -> No
     assert names(snapshot(DECLARED, aliases=(Alias("assistant", "v1", 64),)), declared) == []
 
 
+def test_what_a_rollout_moves_is_not_on_demand() -> None:
+    """Protects a rollout on little traffic: neither a canary nor the way back stops because nobody asked for a while."""
+    lazy = replace(MADE, on_demand=True)
+    assert [pool for pool, _ in kept_pools(snapshot(lazy), {})] == [lazy]
+    moving = replace(snapshot(lazy, replace(lazy, name="tried", revision="v2")), moving=frozenset({"v1", "v2"}))
+    assert [(pool.name, pool.on_demand) for pool, _ in kept_pools(moving, {})] == [("made", False), ("tried", False)]
+
+
 def test_what_a_start_waits_for_is_what_aliases_mean() -> None:
     """Protects a restart from a canary that does not start: nobody waits for it."""
     shared = Alias("assistant", "v1", 64, canary=Canary("ro-1", 1, "v2", 5))

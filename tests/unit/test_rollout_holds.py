@@ -96,22 +96,6 @@ async def test_a_lane_counts_wherever_it_is(stand: Stand) -> None:
     assert (await stand.stored(rollout_id)).step == 1
 
 
-async def test_a_canary_on_demand_is_asked_for(stand: Stand) -> None:
-    """Protects a rollout to a pool that nobody's request would start."""
-    await stand.desk.put(pools=(Pool("lazy", NEXT.id, 2, 4, on_demand=True),))
-    stand.cell.missing = {NEXT.id: 2}
-    rollout_id = await stand.propose()
-    await stand.tick()
-    assert stand.cell.demanded == ["lazy"]
-    stand.cell.missing = {}
-    await stand.ticks(3)
-    stand.cell.missing = {THIRD.id: 2}
-    await stand.until(rollout_id, "live")
-    await stand.propose(THIRD.id)
-    await stand.tick()
-    assert stand.cell.demanded == ["lazy"], "others are started without being asked for"
-
-
 async def test_a_coordinator_that_is_away_is_nobodys_fault(stand: Stand) -> None:
     """Protects a rollout from what it cannot see: held, said once, and afterwards replicas get the time of a first start."""
     rollout_id = await stand.propose()

@@ -63,10 +63,6 @@ class Starts(Protocol):
         """Why the pool's last start or replica failed, if it did."""
         ...
 
-    def demand(self, pool: str) -> None:
-        """Start a replica of a pool that is on demand."""
-        ...
-
 
 class Evaluates(Protocol):
     """Who runs evaluation sets."""
@@ -299,9 +295,6 @@ class RolloutLoop:
         if watch.seen_since_ms is None:
             watch.seen_since_ms = now_ms
         watch.was_ready = watch.was_ready or ready > 0
-        for report in own:
-            if report.on_demand and not report.ready:
-                self._starts.demand(report.name)
         return _Sight(
             now_ms=now_ms,
             ready_replicas=ready,
