@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import msgspec
@@ -35,11 +36,14 @@ SET = "sha256:" + "5e" * 32
 CANARY = registered("small@2", state=RevisionState.APPROVED, evaluation=SET)
 POOL = Pool("small-2", CANARY.id, 2, 4)
 ROLLOUT = Rollout("ro-1", "assistant", STABLE.id, CANARY.id, RolloutPlan(), Proposed(T0_MS), "ada", T0_MS)
-CATALOG = Catalog(1, revisions=(STABLE, CANARY), pools=(POOL,), aliases=(Alias("assistant", STABLE.id, 600),))
+CATALOG = Catalog(
+    1, revisions=(STABLE, CANARY), pools=(Pool("small", STABLE.id, 1, 4), POOL), aliases=(Alias("assistant", STABLE.id, 600),)
+)
 FIRST, SECOND = (
     ReplicaAddress(name, POOL.name, CANARY.id, EngineKind.LLAMACPP, "http://r", CANARY.id, 4_096) for name in ("r-1", "r-2")
 )
 
+FLOOD = f"{SECRET} " * (ANSWER_BYTES_MAX // 10)
 Reply = str | WeirError | None
 """What is generated, a fault, or nothing ever."""
 
@@ -60,11 +64,13 @@ class Speaking:
     def __init__(self, reply: Callable[[EngineCall], Reply]) -> None:
         self._reply = reply
         self.calls: list[EngineCall] = []
+        self.began_s: list[float] = []
         self.cancelled = 0
         self.running = self.most_at_once = 0
 
     def start(self, call: EngineCall, sink: EngineSink) -> "Generation":
         self.calls.append(call)
+        self.began_s.append(asyncio.get_running_loop().time())
         self.running += 1
         self.most_at_once = max(self.most_at_once, self.running)
         generation = Generation(self, sink)
@@ -89,11 +95,11 @@ class Generation:
         self._is_over = False
 
     def end(self, reply: Reply) -> None:
-        """Say all of it; what is too much has no end."""
+        """Say all of it; what begins so has no end."""
         if isinstance(reply, str):
             for piece in (reply[:5], reply[5:]):
                 self._tell(lambda piece=piece: self._sink.on_deltas([Delta(piece)]))  # type: ignore[misc]
-            if len(reply) <= ANSWER_BYTES_MAX:
+            if not reply.startswith("endless"):
                 self._tell(lambda: self._sink.on_end(EngineEnd(FinishReason.STOP, None)), is_end=True)
         elif reply is not None:
             self._tell(lambda: self._sink.on_end(EngineEnd(None, None, reply)), is_end=True)
@@ -212,9 +218,10 @@ def test_a_revision_without_a_set_has_nothing_to_evaluate() -> None:
 
 
 def test_a_case_that_the_engine_refuses_has_not_passed() -> None:
-    """Protects the score: a refusal is an answer, and it is not asked again."""
+    """Protects the score: a refusal is an answer, whatever it does not contain, and it is not asked again."""
     engine = Speaking(lambda call: errors.EngineRejected() if "1" in call.prompt else echo(call))
-    assert evaluated(Cell(cases("0", "1", "2")), engine) == Evaluated(Score(2, 3, ("case-1",)))
+    content = cases("0", "", "2", expect={"not_contains": "no"})
+    assert evaluated(Cell(content), engine) == Evaluated(Score(2, 3, ("case-1",)))
     assert len(engine.calls) == 3
 
 
@@ -229,10 +236,11 @@ def test_a_fault_is_tried_again_on_another_replica() -> None:
     ("reply", "said"),
     [
         (errors.EngineError("The engine answered 500."), "The engine answered 500."),
-        (f"{SECRET} " * (ANSWER_BYTES_MAX // 10), f"The engine sent more than {ANSWER_BYTES_MAX} bytes."),
+        ("too much: " + FLOOD, f"The engine sent more than {ANSWER_BYTES_MAX} bytes."),
+        ("endless: " + FLOOD, f"The engine sent more than {ANSWER_BYTES_MAX} bytes."),
         (None, f"It did not end within {CASE_S:g} seconds."),
     ],
-    ids=["fault", "flood", "silence"],
+    ids=["fault", "flood", "endless", "silence"],
 )
 def test_a_case_that_keeps_failing_ends_it(reply: Reply, said: str) -> None:
     """Protects against going on without an answer: after few attempts it is over, with the fault, and nothing runs on."""
@@ -240,7 +248,10 @@ def test_a_case_that_keeps_failing_ends_it(reply: Reply, said: str) -> None:
     found = evaluated(Cell(cases("0", "1", "2")), engine, until_ms=3_600_000)
     assert found == NotEvaluated(f"Case 'case-1' failed {ATTEMPTS_MAX} times: {said}")
     assert len(engine.calls) == 1 + ATTEMPTS_MAX and (engine.running, engine.most_at_once) == (0, 1)
-    assert engine.cancelled == (0 if isinstance(reply, WeirError) else ATTEMPTS_MAX)
+    never_ends = reply is None or str(reply).startswith("endless")
+    assert engine.cancelled == (ATTEMPTS_MAX if never_ends else 0)
+    attempts_s = engine.began_s[1:]
+    assert all(later - sooner >= 3 for sooner, later in pairwise(attempts_s)), "a probe came between"
 
 
 def test_it_waits_for_a_ready_replica() -> None:
@@ -248,7 +259,7 @@ def test_it_waits_for_a_ready_replica() -> None:
 
     async def main() -> Evaluation:
         cell.ready = ()
-        asyncio.get_running_loop().call_later(20, setattr, cell, "ready", (replace_pool(FIRST, "other"), SECOND))
+        asyncio.get_running_loop().call_later(20, setattr, cell, "ready", (replace_pool(FIRST, "small"), SECOND))
         return await evaluator(cell, engine).evaluate(ROLLOUT)
 
     cell, engine = Cell(cases("0")), Speaking(echo)

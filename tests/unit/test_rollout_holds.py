@@ -246,6 +246,17 @@ async def test_who_moves_it_between_look_and_commit_is_heeded(stand: Stand, act:
     assert name_of((await stand.stored(rollout_id)).state) == state
 
 
+async def test_the_last_look_is_at_what_was_decided_on(stand: Stand) -> None:
+    """Protects whoever watches from a verdict that another's act overtook: it is of the rollout as it was stored then."""
+    rollout_id = await stand.propose()
+    await stand.until(rollout_id, "canary", 0)
+    await stand.tick()
+    stand.cell.meanwhile = lambda: stand.desk.rollouts.pause("bob", rollout_id)
+    await stand.tick()
+    look = stand.loop.latest(rollout_id)
+    assert look is not None and look.verdict == Hold((Wait(Awaited.OPERATOR, 0, 0),))
+
+
 async def test_evidence_of_another_step_decides_nothing(stand: Stand) -> None:
     """Protects the next step: what was gathered at the one before is not taken for its own."""
     rollout_id = await stand.propose(steps=(Step(10, 20, 0), Step(50, 20, 0), Step(100, 20, 0)))

@@ -118,8 +118,7 @@ class Evaluator:
         return Evaluated(reached, known_score(catalog, stable.id) if stable.evaluation == canary.evaluation else None)
 
     async def _run(self, rollout_id: str, revision: Revision) -> Score:
-        """Raises _BrokeOff, and _InUse at once or as soon as that is so."""
-        self._check_unused(revision)
+        """Raises _BrokeOff, and _InUse before the first case or as soon as that is so."""
         cases = await self._cases_of(revision)
         passed = set[str]()
         for case in cases:
