@@ -117,6 +117,14 @@ async def test_names_outside_the_pattern_are_refused_naming_the_field(name: str)
     assert refusal.members["field"] == "actor"
 
 
+@pytest.mark.parametrize("name", ["bootstrap", "bootstrap-approver", "rollout"])
+async def test_no_administrator_is_called_as_one_that_is_built_in(name: str) -> None:
+    """Protects the audit trail, and what a start approves: who acts there by itself is nobody's key."""
+    commands = (await Desk().with_acme()).commands
+    refusal = await refused(commands.create_admin_key("ann", name, Role.OWNER), errors.InvalidRequest)
+    assert refusal.members["field"] == "actor" and name in refusal.members["accepted"]
+
+
 @pytest.mark.parametrize(
     "zone", ["", "Mars/Base", "../../etc/passwd", "/etc/localtime", "Europe", "a\0b", "x" * 5_000, "\ud800"]
 )

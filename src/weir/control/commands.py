@@ -27,6 +27,7 @@ from weir.control.catalog_lookup import (
 from weir.control.credentials import new_credential
 from weir.control.snapshots import build_snapshot
 from weir.control.validation import (
+    check_actor,
     check_name,
     check_prices,
     check_time_zone,
@@ -266,7 +267,7 @@ class Commands:
 
     async def create_admin_key(self, actor: str, name: str, role: Role) -> Outcome[tuple[AdminKey, str]]:
         """A new admin key for the actor `name`, and its secret, shown this once. Raises InvalidRequest for the name."""
-        check_name("actor", name)
+        check_actor(name)
 
         def plan(catalog: Catalog) -> tuple[tuple[AdminKey, str], CatalogChange]:
             fresh = new_credential(self._entropy, {key.id for key in catalog.admin_keys})

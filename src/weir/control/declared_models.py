@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weir import errors
+from weir.control.validation import BOOTSTRAP, BOOTSTRAP_APPROVER
 from weir.core.registry.approval import Act, after
 from weir.core.registry.model import Alias, Pool, Revision
 from weir.core.registry.model import RevisionState as S
 from weir.ports import Catalog
 
-ACTOR = "bootstrap"
+ACTOR = BOOTSTRAP
 """Who registers what a start declares."""
-APPROVER = "bootstrap-approver"
+APPROVER = BOOTSTRAP_APPROVER
 """Who approves that: the other built-in actor, so that a start's models pass the same way as everybody's."""
 
 

@@ -13,7 +13,7 @@ from weir import errors
 from weir.control.catalog_lookup import require_alias, require_revision, require_rollout
 from weir.control.commands import Commands, Outcome
 from weir.control.model_commands import check_publishable, pools_of, running_rollout, targets_of
-from weir.control.validation import check_detail
+from weir.control.validation import ROLLOUT, check_detail
 from weir.core.registry.approval import Act, after
 from weir.core.registry.model import Alias, Canary, EngineKind, Pool, Revision, within_reach
 from weir.core.registry.rollout import (
@@ -42,7 +42,7 @@ from weir.core.registry.rollout_plan import RolloutPlan, check_plan
 from weir.core.registry.rollout_record import Rollout
 from weir.ports import AuditEntry, Catalog, CatalogChange, Clock, Entropy
 
-ACTOR = "rollout"
+ACTOR = ROLLOUT
 """Who acts in the audit trail where the loop decided."""
 ROLLOUTS_MAX = 64
 """That run at once: each is looked at every few seconds, and keeps two revisions warm."""

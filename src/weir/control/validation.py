@@ -16,6 +16,9 @@ from weir.units import INT64_MAX
 NAME_PATTERN = "[a-z0-9][a-z0-9._-]{0,62}"
 ALIAS_PATTERN = "[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}"
 URL_CHARACTERS_MAX = 2_048
+BOOTSTRAP, BOOTSTRAP_APPROVER, ROLLOUT = "bootstrap", "bootstrap-approver", "rollout"
+BUILT_IN_ACTORS = (BOOTSTRAP, BOOTSTRAP_APPROVER, ROLLOUT)
+"""Who acts in the audit trail where nobody did: no administrator has such a name."""
 DETAIL_CHARACTERS_MAX = 500
 PRICE_MAX = 1_000_000_000
 """Micro-dollars per million tokens: a thousand dollars, above which a sum could leave the store's integers."""
@@ -25,6 +28,14 @@ def check_name(field: str, name: str) -> None:
     """Raises InvalidRequest unless it is a name of a tenant, an application or an actor."""
     if not re.fullmatch(NAME_PATTERN, name):
         raise errors.InvalidRequest(f"{field} is not a valid name.", members={"field": field, "accepted": NAME_PATTERN})
+
+
+def check_actor(name: str) -> None:
+    """Raises InvalidRequest unless an administrator may be called so."""
+    check_name("actor", name)
+    if name in BUILT_IN_ACTORS:
+        members = {"field": "actor", "accepted": f"{NAME_PATTERN}, but none of {', '.join(BUILT_IN_ACTORS)}"}
+        raise errors.InvalidRequest("actor is the name of one that is built in.", members=members)
 
 
 def check_alias(field: str, name: str) -> None:
