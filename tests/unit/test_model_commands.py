@@ -200,3 +200,13 @@ async def test_a_pool_that_a_rollout_needs_stays(desk: RegistryDesk) -> None:
     with pytest.raises(errors.NotAllowedNow, match=rollout.id) as refused:
         await desk.models.retire_pool("ada", "small")
     assert refused.value.members == {"aliases": [], "rollouts": [rollout.id]}
+
+
+@pytest.mark.parametrize("end", ["retire", "revoke"])
+async def test_no_adapter_is_approved_whose_model_ended(desk: RegistryDesk, end: str) -> None:
+    """Protects whoever publishes it: what can never be loaded is not approved, also if it was registered meanwhile."""
+    await desk.models.approve("bob", NEXT.id)
+    await getattr(desk.models, end)("ada", NEXT.id)
+    await desk.put(registered("tone@1", adapter_of=NEXT.id, tenant="acme"))
+    with pytest.raises(errors.NotAllowedNow, match=NEXT.id):
+        await desk.models.approve("bob", "tone@1")

@@ -59,10 +59,16 @@ class ModelCommands:
     # ── revisions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def approve(self, actor: str, revision: str) -> Outcome[Revision]:
-        """Let a registered revision serve. Raises NotFound, Forbidden for its registrant, NotAllowedNow."""
+        """Let a registered revision serve. Raises NotFound, Forbidden for its registrant, NotAllowedNow.
+
+        The latter also for an adapter whose model serves no more.
+        """
 
         def approved(catalog: Catalog, known: Revision) -> Revision:
             check_approver(known, actor)
+            if known.adapter_of is not None and not (model := require_revision(catalog, known.adapter_of)).serves:
+                detail = f"Its model {model.id!r} is {model.state.value}."
+                raise errors.NotAllowedNow(detail, members={"state": model.state.value})
             return replace(known, state=after(known, Act.APPROVE), approved_by=actor)
 
         return await self._change_revision(actor, "revision.approve", revision, approved)
