@@ -131,7 +131,7 @@ def test_a_rollout_goes_on_after_a_restart(tmp_path: Path) -> None:
 
 def test_a_second_rollout_waits_for_the_first(stage: Rollouts) -> None:
     """Protects the split: the second one is refused with the first one's name, until that is over."""
-    first, second = stage.approved("next"), stage.approved("other", context_tokens=16_384)
+    first, second = stage.approved("next"), stage.approved("other")
     rollout = stage.started(first)
     refused = stage.admin.ask("POST", "/rollouts", {"alias": "assistant", "revision": second})
     assert (refused.status, refused.json["code"], refused.json["rollout"]) == (409, "not_allowed_now", rollout)

@@ -22,7 +22,7 @@ CALLER = Principal("acme", "web", "k", ServiceClass.INTERACTIVE)
 def registered(name: str, **changes: object) -> Revision:
     """A revision that ada registered and nobody approved."""
     fields: dict[str, object] = {"state": RevisionState.REGISTERED, "registered_by": "ada", **changes}
-    return Revision(name, EngineKind.LLAMACPP, "b.gguf", 4_096, 512, 100, PRICE, **fields)  # type: ignore[arg-type]
+    return Revision(name, EngineKind.LLAMACPP, "b.gguf", 4_096, 1_024, 100, PRICE, **fields)  # type: ignore[arg-type]
 
 
 class StandingClock:

@@ -16,7 +16,7 @@ from weir.core.registry.rollout_plan import RolloutPlan
 from weir.core.registry.signatures import public_key_of
 from weir.core.tenancy import ServiceClass
 
-NEXT = registered("small@2")
+NEXT = replace(registered("small@2"), max_output_tokens=512)
 
 
 def _public(number: int) -> str:
@@ -113,6 +113,21 @@ async def test_an_aliass_default_output_is_set_kept_and_bounded(desk: RegistryDe
         assert refused.value.members == {"field": "default_max_output_tokens", "accepted": "an integer 1 … 1024"}
 
 
+async def test_an_alias_is_not_left_without_replicas(desk: RegistryDesk) -> None:
+    """Protects callers: neither a pool for others nor one without replicas makes a revision fit for an alias."""
+    await desk.models.approve("bob", NEXT.id)
+    for pool in (NewPool("theirs", NEXT.id, tenant="acme"), NewPool("empty", NEXT.id, replicas=0)):
+        await desk.models.create_pool("ada", pool)
+        with pytest.raises(errors.NotAllowedNow, match="no pool with replicas"):
+            await desk.models.publish("ada", "assistant", NEXT.id)
+    await desk.models.publish("ada", "own", NEXT.id, tenant="acme")
+    await desk.models.patch_pool("ada", "empty", replicas=1)
+    await desk.models.publish("ada", "assistant", NEXT.id)
+    await desk.models.retire_pool("ada", "theirs")
+    with pytest.raises(errors.NotAllowedNow, match="last"):
+        await desk.models.patch_pool("ada", "empty", replicas=0)
+
+
 async def test_pools_grow_shrink_and_end(desk: RegistryDesk) -> None:
     """Protects pools: sizes and classes change, a name is never given twice, and what a start declared is left to it."""
     pool, _ = await desk.models.create_pool("ada", NewPool("more", STABLE.id, tenant="acme"))
@@ -157,6 +172,7 @@ async def test_a_wrong_pool_is_refused_by_field(desk: RegistryDesk, asked: NewPo
 async def test_an_alias_that_a_rollout_moves_is_left_to_it(desk: RegistryDesk) -> None:
     """Protects a rollout: nothing else moves its alias or takes its revisions away meanwhile."""
     await desk.models.approve("bob", NEXT.id)
+    await desk.put(replace(NEXT, max_output_tokens=1_024, state=RevisionState.APPROVED))
     rollout, _ = await desk.rollouts.propose("ada", "assistant", NEXT.id, RolloutPlan())
     with pytest.raises(errors.NotAllowedNow, match=rollout.id):
         await desk.models.publish("ada", "assistant", STABLE.id)
@@ -192,6 +208,7 @@ async def test_keys_are_trusted_and_revoked(desk: RegistryDesk) -> None:
 async def test_a_pool_that_a_rollout_needs_stays(desk: RegistryDesk) -> None:
     """Protects the way back: the last pool of either revision cannot be taken away while a rollout may lead there."""
     await desk.models.approve("bob", NEXT.id)
+    await desk.put(replace(NEXT, max_output_tokens=1_024, state=RevisionState.APPROVED))
     rollout, _ = await desk.rollouts.propose("ada", "assistant", NEXT.id, RolloutPlan())
     with pytest.raises(errors.NotAllowedNow, match=rollout.id):
         await desk.models.retire_pool("ada", rollout.pools[0])

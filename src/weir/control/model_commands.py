@@ -170,7 +170,10 @@ class ModelCommands:
         return await self._commands.commit(plan)
 
     async def patch_pool(self, actor: str, name: str, **wanted: Unpack[PoolChanges]) -> Outcome[Pool]:
-        """Change what is given; None stays. Raises InvalidRequest, NotFound, NotAllowedNow for a pool that a start declared."""
+        """Change what is given; None stays.
+
+        Raises InvalidRequest, NotFound, NotAllowedNow for a pool that a start declared, or to leave an alias without replicas.
+        """
         changes: dict[str, Any] = {field: value for field, value in wanted.items() if value is not None}
         if "service_classes" in changes:
             changes["service_classes"] = tuple(changes["service_classes"])
@@ -180,6 +183,8 @@ class ModelCommands:
             pool = _administered(require_pool(catalog, name))
             changed = replace(pool, **changes)
             _check_sizes(changed.replicas, changed.concurrency)
+            if not _has_replicas(changed) and not pool.retired:
+                _check_needed(catalog, pool)
             entry = self._commands.audit_entry(actor, "pool.patch", name, changes)
             return changed, None if changed == pool else CatalogChange(entry, pools=(changed,))
 
@@ -194,12 +199,8 @@ class ModelCommands:
 
         def plan(catalog: Catalog) -> tuple[Pool, CatalogChange | None]:
             pool = _administered(require_pool(catalog, name))
-            others = [each for each in pools_of(catalog, pool.revision) if each.name != name]
-            names = sorted({alias.name for alias in catalog.aliases if pool.revision in targets_of(alias)})
-            moving = rollouts_of(catalog, pool.revision)
-            if (names or moving) and not others and not pool.retired:
-                detail = f"Pool {name!r} is the last one that serves {', '.join(names + moving)}."
-                raise errors.NotAllowedNow(detail, members={"aliases": names, "rollouts": moving})
+            if not pool.retired:
+                _check_needed(catalog, pool)
             retired = replace(pool, retired=True)
             return retired, None if pool.retired else CatalogChange(entry, pools=(retired,))
 
@@ -232,13 +233,28 @@ def check_publishable(catalog: Catalog, revision: Revision, tenant: str | None) 
         raise errors.NotAllowedNow(detail, members={"state": revision.state.value, "accepted": ["approved", "live"]})
     if revision.tenant not in (None, tenant):
         raise errors.NotAllowedNow(f"Revision {revision.id!r} belongs to a tenant, and so must its alias.", members={})
-    if not pools_of(catalog, revision.id):
-        raise errors.NotAllowedNow(f"Revision {revision.id!r} has no pool; create one first.", members={})
+    if not any(_has_replicas(pool) and pool.tenant in (None, tenant) for pool in pools_of(catalog, revision.id)):
+        detail = f"Revision {revision.id!r} has no pool with replicas for this alias; create one first."
+        raise errors.NotAllowedNow(detail, members={})
 
 
 def targets_of(alias: Alias) -> set[str]:
     """The revisions that an alias leads to."""
     return {alias.revision} if alias.canary is None else {alias.revision, alias.canary.revision}
+
+
+def _has_replicas(pool: Pool) -> bool:
+    return bool(pool.urls) or pool.replicas > 0
+
+
+def _check_needed(catalog: Catalog, pool: Pool) -> None:
+    """Raises NotAllowedNow for the last pool with replicas of what an alias means or a rollout moves."""
+    others = [each for each in pools_of(catalog, pool.revision) if each.name != pool.name and _has_replicas(each)]
+    names = sorted({alias.name for alias in catalog.aliases if pool.revision in targets_of(alias)})
+    moving = rollouts_of(catalog, pool.revision)
+    if (names or moving) and not others and _has_replicas(pool):
+        detail = f"Pool {pool.name!r} is the last one that serves {', '.join(names + moving)}."
+        raise errors.NotAllowedNow(detail, members={"aliases": names, "rollouts": moving})
 
 
 def _check_place(pool: Pool, revision: Revision) -> None:

@@ -80,7 +80,7 @@ class RolloutCommands:
             _check_free(catalog, alias)
             if alias.revision == revision:
                 raise errors.InvalidRequest("The alias means this revision already.", members={"field": "revision"})
-            _check_talks(require_revision(catalog, alias.revision), canary)
+            _check_takes_as_much(require_revision(catalog, alias.revision), canary)
             own, stable = pools_of(catalog, revision), pools_of(catalog, alias.revision)
             made = [] if own else _pools_like(stable, canary, rollout_id)
             check_publishable(replace(catalog, pools=(*catalog.pools, *made)), canary, tenant)
@@ -257,11 +257,20 @@ def _takes_as_long(pool: Pool, other: Pool) -> bool:
     return pool.input_tokens_max >= other.input_tokens_max
 
 
-def _check_talks(stable: Revision, canary: Revision) -> None:
+def _check_takes_as_much(stable: Revision, canary: Revision) -> None:
     """Raises NotAllowedNow where callers would be refused at the door: that is in no evidence, and nothing would stop it."""
-    if stable.chat and not canary.chat:
-        detail = f"Revision {canary.id!r} takes plain prompts only, and {stable.id!r} takes conversations too."
-        raise errors.NotAllowedNow(detail, members={})
+    less = {
+        "conversations": stable.chat and not canary.chat,
+        f"a window of {stable.context_tokens} tokens": canary.context_tokens < stable.context_tokens,
+        f"{stable.max_output_tokens} output tokens": canary.max_output_tokens < stable.max_output_tokens,
+        "tenants whose work stays inside": canary.external and not stable.external,
+    }
+    missing = [name for name, is_missing in less.items() if is_missing]
+    if missing:
+        detail = (
+            f"Revision {canary.id!r} does not take what {stable.id!r} does: {', '.join(missing)}. Publish it at once, or not."
+        )
+        raise errors.NotAllowedNow(detail, members={"missing": missing})
 
 
 def _check_free(catalog: Catalog, alias: Alias) -> None:

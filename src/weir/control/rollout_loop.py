@@ -89,14 +89,17 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class _Sight:
-    """What was seen at once of one rollout's revisions. evaluated: the state that `evaluation` belongs to."""
+    """What was seen at once of one rollout's revisions. serving: those of the two that may.
+
+    evaluated: the state that `evaluation` belongs to.
+    """
 
     now_ms: Millis
     ready_replicas: int
     canary_lanes: int
     stable_lanes: int
     gathered: GatheredEvidence
-    serves: bool
+    serving: frozenset[str]
     start_fault: str | None
     seen_since_ms: Millis
     is_first_start: bool
@@ -114,7 +117,8 @@ class _Sight:
             evidence=self.gathered.evidence if self.gathered.step == rollout.step else None,
             running=self.gathered.running,
             start_fault=self.start_fault,
-            serves=self.serves,
+            serves=rollout.canary in self.serving,
+            stable_serves=rollout.stable in self.serving,
             seen_since_ms=self.seen_since_ms,
             is_first_start=self.is_first_start,
         )
@@ -258,14 +262,15 @@ class RolloutLoop:
 
     def _begin(self, watch: _Watch, rollout: Rollout, catalog: Catalog, now_ns: Nanos) -> asyncio.Task[None]:
         watch.due_ns = now_ns + ns_from_ms(rollout.plan.interval_ms)
-        serves = require_revision(catalog, rollout.canary).serves
-        watch.looking = asyncio.get_running_loop().create_task(self._look(watch, rollout, serves))
+        both = (require_revision(catalog, name) for name in (rollout.stable, rollout.canary))
+        serving = frozenset(revision.id for revision in both if revision.serves)
+        watch.looking = asyncio.get_running_loop().create_task(self._look(watch, rollout, serving))
         return watch.looking
 
-    async def _look(self, watch: _Watch, rollout: Rollout, serves: bool) -> None:
+    async def _look(self, watch: _Watch, rollout: Rollout, serving: frozenset[str]) -> None:
         """See, decide, and act on it; what cannot be done now is done by a later look."""
         try:
-            sight = await self._see(watch, rollout, serves)
+            sight = await self._see(watch, rollout, serving)
         except (errors.LedgerUnavailable, errors.CoordinatorLost) as away:
             watch.lose_sight()
             self._postpone(watch, rollout, away)
@@ -285,7 +290,7 @@ class RolloutLoop:
             _log.warning("rollout_postponed", rollout=rollout.id, reason=why.code)
         watch.is_postponed = True
 
-    async def _see(self, watch: _Watch, rollout: Rollout, serves: bool) -> _Sight:
+    async def _see(self, watch: _Watch, rollout: Rollout, serving: frozenset[str]) -> _Sight:
         """Raises LedgerUnavailable, CoordinatorLost."""
         reports = await self._view.pools()
         gathered = await self._view.evidence(rollout.id, rollout.canary)
@@ -301,7 +306,7 @@ class RolloutLoop:
             canary_lanes=_lanes(own),
             stable_lanes=_lanes(report for report in reports if report.revision == rollout.stable),
             gathered=gathered,
-            serves=serves,
+            serving=serving,
             start_fault=self._fault_of(own),
             seen_since_ms=watch.seen_since_ms,
             is_first_start=not watch.was_ready,

@@ -131,7 +131,7 @@ def decide(asked: Asked, snapshot: Snapshot, bound: Bound | None, book: Book, do
     """Admit, or the first refusal. Changes nothing."""
     try:
         snapshot.check_standing(asked.principal)
-        snapshot.resolve(asked.principal, asked.alias)
+        snapshot.usable_alias(asked.principal, asked.alias)
     except errors.WeirError as not_entitled:
         return not_entitled
     revision = snapshot.revisions.get(asked.revision)

@@ -19,6 +19,7 @@ from weir.core.registry.rollout import (
     Live,
     Lose,
     OnCanary,
+    Pausable,
     Paused,
     Promoting,
     Proposed,
@@ -76,8 +77,9 @@ class Observation:
     """What is seen at once. carries_share: the ready replicas of the canary can serve `next_weight` of the traffic.
 
     evaluation: None while it is not over. evidence: of the present step; None if it is not known now. running: requests on the
-    canary. start_fault: why its last start failed; None if none did since. serves: its revision may. seen_since_ms: since when
-    whoever looks sees the cell without a gap. is_first_start: no replica of it was ready since then.
+    canary. start_fault: why its last start failed; None if none did since. serves: its revision may; stable_serves: so may the
+    one to go back to. seen_since_ms: since when whoever looks sees the cell without a gap. is_first_start: no replica of it was
+    ready since then.
     """
 
     now_ms: Millis
@@ -88,6 +90,7 @@ class Observation:
     running: int = 0
     start_fault: str | None = None
     serves: bool = True
+    stable_serves: bool = True
     seen_since_ms: Millis = 0
     is_first_start: bool = False
 
@@ -115,6 +118,7 @@ class Awaited(StrEnum):
     SAMPLES = "samples"  # the canary's requests that count
     TIME = "time"  # milliseconds at this step
     OPERATOR = "operator"  # milliseconds; no bound
+    RETURN = "return"  # a stable revision that serves: milliseconds at this state; no bound
     RUNNING = "running"  # requests on the canary; none, or `back_ms`
     WARMTH = "warmth"  # milliseconds since the promotion
 
@@ -168,6 +172,8 @@ def decide(plan: RolloutPlan, state: RolloutState, seen: Observation) -> Decisio
     """What follows from what is seen; the event is always one that the state allows."""
     if not seen.serves and not isinstance(state, RollingBack | Live | RolledBack):
         return _give_up(seen, RollbackReason.REVOKED, "Its revision was revoked.")
+    if not seen.stable_serves and isinstance(state, Pausable | Paused | Promoting):
+        return _decide_without_return(plan, state, seen)
     match state:
         case Proposed():
             return _decide_proposed(plan, state, seen)
@@ -186,6 +192,13 @@ def decide(plan: RolloutPlan, state: RolloutState, seen: Observation) -> Decisio
             return Decision(None, Hold())
         case _:
             assert_never(state)
+
+
+def _decide_without_return(plan: RolloutPlan, state: Pausable | Paused | Promoting, seen: Observation) -> Decision:
+    """The stable revision was revoked: going back would serve nobody, and whether to go on is for people to say."""
+    if isinstance(state, Promoting):
+        return _decide_promoting(plan, state, seen)
+    return _hold(seen, Wait(Awaited.RETURN, _elapsed(state.since_ms, seen), 0))
 
 
 def _decide_proposed(plan: RolloutPlan, state: Proposed, seen: Observation) -> Decision:

@@ -94,7 +94,7 @@ class Snapshot:
 
         caller: its session, else its request id, by which it gets the canary's revision or the stable one; None: the latter.
         """
-        alias = self._alias_of(principal, alias_name)
+        alias = self.usable_alias(principal, alias_name)
         canary = alias.canary
         if canary is not None and caller is not None and self._takes_canary(principal, canary, caller):
             return alias, self.revisions[canary.revision]
@@ -106,7 +106,8 @@ class Snapshot:
         """What a name stands for within a tenant, whoever of it may use that: its own alias, else a shared one."""
         return self.tenant_aliases.get((tenant, name)) or self.aliases.get(name)
 
-    def _alias_of(self, principal: Principal, name: str) -> Alias:
+    def usable_alias(self, principal: Principal, name: str) -> Alias:
+        """The alias that a caller may use by this name, whatever it leads to. Raises UnknownAlias."""
         alias = self.alias_named(principal.tenant, name)
         if alias is None or not self.applications[principal.tenant, principal.application].may_use(name):
             raise errors.UnknownAlias("This application has no such model alias.")
@@ -150,10 +151,10 @@ class Snapshot:
 
 
 def _offered(aliases: Mapping[Key, Alias], served: Collection[str]) -> dict[Key, Alias]:
-    """The aliases whose revision is served, each without a canary that is not."""
+    """The aliases that lead to what is served, each without a canary that is not."""
     offered = {}
     for key, alias in aliases.items():
-        if alias.revision in served:
-            is_tried = alias.canary is None or alias.canary.revision in served
-            offered[key] = alias if is_tried else replace(alias, canary=None)
+        canary = alias.canary if alias.canary is not None and alias.canary.revision in served else None
+        if alias.revision in served or canary is not None:
+            offered[key] = alias if canary == alias.canary else replace(alias, canary=canary)
     return offered
