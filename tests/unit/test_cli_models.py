@@ -71,9 +71,9 @@ async def test_a_model_from_its_signed_folder_to_an_alias(terminal: Terminal, tm
     approved = await terminal.good_here("model", "approve", revision, "--admin-key", approver)
     assert (approved["state"], approved["approved_by"]) == ("approved", "bob")
     pool = await terminal.good_here(
-        "pool", "create", "own", revision, "--tenant", "acme", "--replicas", "0", "--concurrency", "4"
+        "pool", "create", "own", revision, "--tenant", "acme", "--replicas", "1", "--concurrency", "4"
     )
-    assert (pool["tenant"], pool["replicas"], pool["concurrency"]) == ("acme", 0, 4)
+    assert (pool["tenant"], pool["replicas"], pool["concurrency"]) == ("acme", 1, 4)
     alias = await terminal.good_here(
         "alias", "set", "assistant", revision, "--tenant", "acme", "--default-max-output-tokens", "99"
     )
