@@ -1,5 +1,6 @@
 """A registration: what it verifies, what it keeps, what it calls the revision, and what it refuses by field."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from weir.core.registry.arguments import checked_arguments
 from weir.core.registry.key_ring import KeyRole
 from weir.core.registry.model import EngineKind, RevisionState
 from weir.core.registry.signatures import public_key_of
+from weir.ports import KeptArtifact
 from weir.storage.artifact_store import ArtifactStore
 from weir.storage.artifacts_off_loop import ArtifactsOffLoop
 
@@ -39,7 +41,7 @@ class Counter:
 
     def asked(self, **changes: Any) -> NewRevision:
         asked = NewRevision(
-            "small", EngineKind.LLAMACPP, 2_048, **PRICES, folder=str(self.folder), signature=str(self.signature)
+            "small", EngineKind.LLAMACPP, **PRICES, folder=str(self.folder), signature=str(self.signature), context_tokens=2_048
         )
         return replace(asked, **changes)
 
@@ -143,6 +145,25 @@ async def test_what_nobody_vouches_for_is_refused(counter: Counter, tmp_path: Pa
     assert refused.value.members["reason"] == "revoked_key"
 
 
+async def test_trust_is_asked_again_when_the_copy_is_made(counter: Counter) -> None:
+    """Protects a revocation during the minutes that a copy takes: nothing is recorded, and the audit says who vouched."""
+
+    class Slow(ArtifactsOffLoop):
+        async def keep(self, *given: Any) -> KeptArtifact:
+            kept = await super().keep(*given)
+            await counter.desk.key_ring.revoke("ada", "key-1")
+            return kept
+
+    await counter.registration.register("ada", counter.asked())
+    [entry] = [each for each in await counter.desk.store.audit(10) if each.action == "revision.register"]
+    assert json.loads(entry.summary)["signing_key"] == "key-1"
+    late = Registration(counter.desk.commands, Slow(counter.store), counter.desk.clock)
+    with pytest.raises(errors.SignatureRefused) as refused:
+        await late.register("ada", counter.asked(name="late"))
+    assert refused.value.members["reason"] == "revoked_key"
+    assert len((await counter.desk.commands.catalog()).revisions) == 2
+
+
 async def test_a_signature_may_lie_in_the_folder(counter: Counter) -> None:
     """Protects signers who put it there: it is not part of what it is about."""
     inside = counter.folder / "model.sig"
@@ -163,7 +184,7 @@ async def test_an_adapter_belongs_to_a_tenant_and_changes_a_model(counter: Count
     changed, _ = await counter.registration.register("ada", counter.asked())
     signature = tmp_path / "adapter.sig"
     signature.write_bytes(signed(number=2))
-    asked = counter.asked(name="tone", signature=str(signature), tenant="acme", adapter_of=changed.id)
+    asked = counter.asked(name="tone", signature=str(signature), tenant="acme", adapter_of=changed.id, context_tokens=None)
     with pytest.raises(errors.NotAllowedNow):
         await counter.registration.register("ada", asked)
     await counter.desk.models.approve("bob", changed.id)
@@ -179,6 +200,10 @@ async def test_an_adapter_belongs_to_a_tenant_and_changes_a_model(counter: Count
         ({"adapter_of": adapter.id}, errors.NotAllowedNow),
         ({"adapter_of": STABLE.id}, errors.NotAllowedNow),
         ({"arguments": {"threads": 2}}, errors.InvalidRequest),
+        ({"context_tokens": 2_048}, errors.InvalidRequest),
+        ({"max_output_tokens": 9}, errors.InvalidRequest),
+        ({"typical_output_tokens": 9}, errors.InvalidRequest),
+        ({"chat": True}, errors.InvalidRequest),
         ({"engine": EngineKind.SIMULATED}, errors.InvalidRequest),
         ({"served": "model"}, errors.InvalidRequest),
         ({"external": True}, errors.InvalidRequest),
@@ -202,7 +227,7 @@ async def test_vllm_loads_a_whole_folder(counter: Counter, tmp_path: Path) -> No
     model, _ = await counter.registration.register("ada", asked)
     assert (model.engine, model.artifact, model.arguments) == (EngineKind.VLLM, ".", tuple(arguments.items()))
     await counter.desk.models.approve("bob", model.id)
-    adapter = replace(asked, tenant="acme", adapter_of=model.id, arguments={})
+    adapter = replace(asked, tenant="acme", adapter_of=model.id, arguments={}, context_tokens=None)
     with pytest.raises(errors.InvalidRequest, match=r"vLLM needs adapter_config\.json and adapter_model\.safetensors"):
         await counter.registration.register("ada", replace(adapter, **signed_folder("bare", 2, config__json=b"{}")))
     files = signed_folder("tone", 2, adapter_config__json=b'{"r": 8}', adapter_model__safetensors=weights)

@@ -43,7 +43,7 @@ class NewRevisionBody(Body):
 
     def asked(self) -> NewRevision:
         """As the command takes it."""
-        given: dict[str, Any] = {"context_tokens": 0, **self.model_dump(exclude_none=True)}
+        given: dict[str, Any] = self.model_dump(exclude_none=True)
         return NewRevision(**given.pop("price"), **given)
 
 

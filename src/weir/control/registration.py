@@ -18,13 +18,13 @@ from pathlib import Path
 import msgspec
 
 from weir import errors
-from weir.control.catalog_lookup import require_revision, require_tenant
+from weir.control.catalog_lookup import require_revision, require_signing_key, require_tenant
 from weir.control.commands import Commands, Outcome
 from weir.control.validation import check_name, check_number, check_prices
 from weir.core.metering import Price
 from weir.core.registry.arguments import checked_arguments
 from weir.core.registry.golden_set import parse_golden_set
-from weir.core.registry.key_ring import KeyRole, SigningKey
+from weir.core.registry.key_ring import KeyRole, SigningKey, check_trust
 from weir.core.registry.manifest import Manifest
 from weir.core.registry.model import FROM_ARTIFACTS, Argument, EngineKind, Revision, RevisionState
 from weir.core.registry.signatures import verify
@@ -39,6 +39,7 @@ _ID_DIGITS = 8
 _WEIGHTS = ".gguf"
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _MUTABLE = ("id", "state", "price", "registered_by", "approved_by")
+_INHERITED = ("context_tokens", "max_output_tokens", "typical_output_tokens", "chat", "arguments")
 _FITTING = {
     "served": "with the engine openai, and only then, the served model's name",
     "folder": "with the engines llamacpp and vllm, and only then, the artifact's path",
@@ -54,23 +55,24 @@ class NewRevision:
 
     folder, signature: absolute paths on this machine, of the artifact and of its signature. artifact: the file in it that
     llama.cpp loads, if there are several; of a simulated engine, the calibration row. served: what an engine behind a URL calls
-    the model. max_output_tokens, typical_output_tokens: None for the window, and for a quarter of the most. evaluation: the
-    evaluation set's lines. An adapter (adapter_of) has engine, window, outputs and arguments of what it changes.
+    the model. max_output_tokens, typical_output_tokens: None for the window, and for a quarter of the most. chat: None is true.
+    evaluation: the evaluation set's lines. An adapter (adapter_of) says none of context_tokens, the output tokens, chat and
+    arguments: it has those of what it changes.
     """
 
     name: str
     engine: EngineKind
-    context_tokens: Tokens
     input_microusd: int
     cached_input_microusd: int
     output_microusd: int
+    context_tokens: Tokens | None = None
     folder: str | None = None
     signature: str | None = None
     artifact: str | None = None
     served: str | None = None
     max_output_tokens: Tokens | None = None
     typical_output_tokens: Tokens | None = None
-    chat: bool = True
+    chat: bool | None = None
     external: bool = False
     arguments: Mapping[str, Argument] = field(default_factory=dict)
     evaluation: str | None = None
@@ -92,10 +94,10 @@ class Registration:
         Raises InvalidRequest by field, SignatureRefused or ArtifactRefused with the reason, NotFound for the tenant or the
         revision that an adapter changes, NotAllowedNow where that one cannot be changed, AlreadyExists, ArtifactsUnavailable.
         """
-        catalog = await self._commands.catalog()
-        revision = await self._built(catalog, actor, asked)
+        revision, kept = await self._built(await self._commands.catalog(), actor, asked)
         summary = {
             "artifact": revision.artifact_digest or "unverified",
+            "signing_key": kept.key.name if kept else None,
             "engine": revision.engine.value,
             "tenant": revision.tenant,
             "adapter_of": revision.adapter_of,
@@ -103,41 +105,47 @@ class Registration:
         entry = self._commands.audit_entry(actor, "revision.register", revision.id, summary)
 
         def plan(catalog: Catalog) -> tuple[Revision, CatalogChange]:
+            _draft(catalog, actor, asked)  # again, and whoever vouched: to copy a model takes minutes
+            if kept is not None:
+                trusted = require_signing_key(catalog, kept.key.name)
+                check_trust(trusted, _role_of(asked), asked.tenant, self._clock.wall_ms())
             if any(known.id == revision.id for known in catalog.revisions):
                 raise errors.AlreadyExists(f"This is registered already, as {revision.id!r}.")
             return revision, CatalogChange(entry, revisions=(revision,))
 
         return await self._commands.commit(plan)
 
-    async def _built(self, catalog: Catalog, actor: str, asked: NewRevision) -> Revision:
+    async def _built(self, catalog: Catalog, actor: str, asked: NewRevision) -> tuple[Revision, KeptArtifact | None]:
         draft = _draft(catalog, actor, asked)
         cases = None if asked.evaluation is None else asked.evaluation.encode()
         if cases is not None:
             parse_golden_set(cases)
         kept = await self._kept(catalog, asked)
-        return with_id(
-            asked.name,
-            replace(
-                draft,
-                artifact=_loaded_file(asked, kept.manifest) if kept else draft.artifact,
-                artifact_digest=kept.manifest.digest if kept else None,
-                evaluation=None if cases is None else await self._artifacts.keep_file(cases),
-            ),
+        revision = replace(
+            draft,
+            artifact=_loaded_file(asked, kept.manifest) if kept else draft.artifact,
+            artifact_digest=kept.manifest.digest if kept else None,
+            evaluation=None if cases is None else await self._artifacts.keep_file(cases),
         )
+        return with_id(asked.name, revision), kept
 
     async def _kept(self, catalog: Catalog, asked: NewRevision) -> KeptArtifact | None:
         """The artifact, verified and copied; None for an engine that loads none of ours."""
         if asked.engine not in FROM_ARTIFACTS:
             return None
         folder, signature = _absolute("folder", asked.folder), _absolute("signature", asked.signature)
-        role = KeyRole.MODEL if asked.adapter_of is None else KeyRole.ADAPTER
         bundle = await asyncio.to_thread(_read_bundle, signature)
 
         def trusted(signed: SignedManifest) -> SigningKey:
-            return verify(signed, catalog.signing_keys, role, asked.tenant, self._clock.wall_ms())
+            return verify(signed, catalog.signing_keys, _role_of(asked), asked.tenant, self._clock.wall_ms())
 
         inside = signature.relative_to(folder).as_posix() if signature.is_relative_to(folder) else None
         return await self._artifacts.keep(folder, bundle, trusted, inside)
+
+
+def _role_of(asked: NewRevision) -> KeyRole:
+    """What the signing key must vouch for."""
+    return KeyRole.MODEL if asked.adapter_of is None else KeyRole.ADAPTER
 
 
 def with_id(name: str, revision: Revision) -> Revision:
@@ -167,19 +175,20 @@ def _draft(catalog: Catalog, actor: str, asked: NewRevision) -> Revision:
             approved_by=None,
         )
     check_number("context_tokens", asked.context_tokens, CONTEXT_TOKENS_MIN, CONTEXT_TOKENS_MAX)
-    most = asked.context_tokens if asked.max_output_tokens is None else asked.max_output_tokens
-    check_number("max_output_tokens", most, 1, asked.context_tokens)
+    context = asked.context_tokens or 0
+    most = context if asked.max_output_tokens is None else asked.max_output_tokens
+    check_number("max_output_tokens", most, 1, context)
     typical = max(1, most // 4) if asked.typical_output_tokens is None else asked.typical_output_tokens
     check_number("typical_output_tokens", typical, 1, most)
     return Revision(
         id="",
         engine=asked.engine,
         artifact=artifact,
-        context_tokens=asked.context_tokens,
+        context_tokens=context,
         max_output_tokens=most,
         typical_output_tokens=typical,
         price=price,
-        chat=asked.chat,
+        chat=asked.chat is not False,
         external=asked.external,
         state=RevisionState.REGISTERED,
         arguments=checked_arguments(asked.engine, asked.arguments),
@@ -221,9 +230,11 @@ def _changed_model(catalog: Catalog, asked: NewRevision) -> Revision:
             f"Revision {changed.id!r} takes no adapter: that needs a verified model that we run and that serves this tenant."
         )
         raise errors.NotAllowedNow(detail, members={"state": changed.state.value})
-    if asked.engine is not changed.engine or asked.arguments:
-        members = {"field": "arguments" if asked.arguments else "engine", "accepted": f"those of {changed.id}"}
-        raise errors.InvalidRequest("An adapter has the engine and the arguments of what it changes.", members=members)
+    given = (name for name in _INHERITED if getattr(asked, name) not in (None, {}))
+    name = next(given, None) if asked.engine is changed.engine else "engine"
+    if name is not None:
+        members = {"field": name, "accepted": f"what {changed.id} has, so leave it out" if name != "engine" else changed.engine}
+        raise errors.InvalidRequest(f"An adapter has the {name} of what it changes.", members=members)
     return changed
 
 
