@@ -151,13 +151,20 @@ sim: setup ## The simulated cell; SEED=n repeats one world
 e2e: postgres setup models ## Real processes over HTTP
 	@$(PYTEST) -m "not slow" tests/e2e
 
+ROUNDS ?= 3
+
 .PHONY: soak
-soak: postgres setup models ## Full sizes: five runs of `make test`, then the long tests
-	@for round in 1 2 3 4 5; do echo "── round $$round of 5"; $(MAKE) test; done
-	$(call say,fresh examples for every property)
-	@WEIR_SOAK=1 $(PYTEST) -n $(WORKERS) tests/property
-	$(call say,long tests)
-	@WEIR_SOAK=1 timeout --signal=INT --kill-after=60 14400 $(BIN)/python -m pytest -n $(WORKERS) -m slow tests
+soak: postgres setup models signing-tool ## Full sizes: ROUNDS runs of `make test`, fresh examples, the long tests; names what failed
+	@failed=; \
+	for round in $$(seq $(ROUNDS)); do \
+	  echo "── round $$round of $(ROUNDS)"; $(MAKE) test || failed="$$failed round-$$round"; \
+	done; \
+	echo "── fresh examples for every property"; \
+	WEIR_SOAK=1 $(PYTEST) -n $(WORKERS) tests/property || failed="$$failed properties"; \
+	echo "── long tests"; \
+	WEIR_SOAK=1 timeout --signal=INT --kill-after=60 14400 $(BIN)/python -m pytest -n $(WORKERS) -m slow tests \
+	  || failed="$$failed long-tests"; \
+	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 ##@ Measure
 

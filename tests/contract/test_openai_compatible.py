@@ -475,25 +475,3 @@ async def test_probing_while_it_loads() -> None:
             with pytest.raises(EngineError):
                 await engine.probe(server.address())
             await engine.aclose()
-
-
-async def test_counts_are_few_at_a_time() -> None:
-    """At most four counts run at once on a replica; those that cannot be answered in time are None."""
-    most = running = 0
-
-    class _Slow(ScriptedServer):
-        async def _answer(self, path: bytes, wire: Wire, body: dict[str, Any]) -> None:
-            nonlocal most, running
-            running += 1
-            most = max(most, running)
-            await asyncio.sleep(0.05 if body["prompt"] == "a" else 0.5)
-            running -= 1
-            await wire.answer(200, {"count": 3})
-
-    async with _Slow().running() as server:
-        engine = OpenAICompatibleEngine()
-        address = server.address()
-        counts = await asyncio.gather(*(engine.count_input(address, "a", False) for _ in range(40)))
-        assert most == 4 and set(counts) == {3, None}
-        assert await engine.count_input(address, "b", False) is None
-        await engine.aclose()

@@ -2,7 +2,9 @@
 
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +17,20 @@ from typing import Any, Self
 
 START_S = 60.0
 STOP_S = 20.0
+
+
+def unused_ports(count: int = 3) -> int:
+    """The first of so many free ports in a row, outside the range from which the kernel hands out others."""
+    for _ in range(50):
+        first = random.randrange(20_000, 30_000)
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no free ports")
 
 
 @dataclass

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.ending_stage import Stage, read_shown, stream_body, streaming, wait_until
 from tests.e2e.processes import children_of, wait_process_gone
-from tests.e2e.running_cell import RunningCell, kill_if_running, running_cell, start_cell
+from tests.e2e.running_cell import RunningCell, kill_if_running, running_cell, start_cell, unused_ports
 from tests.e2e.scripted_engine import Script, ScriptedEngine
 from tests.e2e.sse_client import ask, calling
 
@@ -243,8 +243,8 @@ def test_a_cell_with_gateways_stops_cleanly(tmp_path_factory: pytest.TempPathFac
 
 async def test_a_killed_cell_can_be_started_again_at_once(engine: ScriptedEngine, tmp_path: Path) -> None:
     """Protects restarts: gateways that outlive their cell for a moment give its address up, also with a stream open."""
-    cell = start_cell(tmp_path / "state", "--gateways", "2", engine=(engine.url,))
-    port = cell.ready["api"].rpartition(":")[2]
+    port = str(unused_ports())
+    cell = start_cell(tmp_path / "state", "--gateways", "2", "--listen", f"127.0.0.1:{port}", engine=(engine.url,))
     stage, again = Stage(cell), None
     try:
         async with streaming(cell.ready["api"], stage.demo_caller(), "open", LONG):

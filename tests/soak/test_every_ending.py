@@ -20,6 +20,7 @@ DRAINED = """
 concurrency = {lanes}
 [coordinator]
 drain_grace_ms = 200
+queue_wait_ms = 600000
 """
 CellFor = Callable[[str], RunningCell]
 
