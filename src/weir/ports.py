@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from weir.core.demands import NO_DEMANDS, Demands
 from weir.core.endings import FinishReason
 from weir.core.ledger.records import ExecutionId, HoldRecord, LedgerRecord
+from weir.core.output import Delta as Delta
 from weir.core.registry.key_ring import SigningKey
 from weir.core.registry.manifest import Manifest
 from weir.core.registry.model import Alias, Pool, Revision, RevisionPrice
@@ -58,14 +60,7 @@ class EngineCall:
     max_output_tokens: Tokens
     sampling: Sampling
     cache_salt: str | None = None
-
-
-@dataclass(slots=True)
-class Delta:
-    """A piece of output. text: may be empty. tokens: the engine's cumulative output count, None where chunks carry none."""
-
-    text: str
-    tokens: Tokens | None = None
+    demands: Demands = NO_DEMANDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +127,10 @@ class Engine(Protocol):
         """Begin a generation, always streamed from the engine. Never raises: faults arrive as `on_end`, on the loop, later."""
         ...
 
-    async def count_input(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
-        """Exact input tokens with the chat template, or None when the replica cannot say in time."""
+    async def count_input(
+        self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool, demands: Demands = NO_DEMANDS
+    ) -> Tokens | None:
+        """Exact input tokens with the chat template and tools, or None when the replica cannot say in time."""
         ...
 
     async def probe(self, replica: ReplicaAddress) -> ReplicaAddress:

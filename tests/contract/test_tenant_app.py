@@ -91,7 +91,7 @@ async def test_a_refused_body_is_answered_under_its_own_id(stand: TenantStand, w
     assert answer.status_code == 400 and answer.headers["x-request-id"].startswith("req-")
 
 
-@pytest.mark.parametrize("body", [{**CHAT, "tools": []}, {**CHAT, "model": None}, [], {"model": "absent"}])
+@pytest.mark.parametrize("body", [{**CHAT, "functions": []}, {**CHAT, "model": None}, [], {"model": "absent"}])
 async def test_a_refused_chat_is_answered_under_its_idempotency_key(stand: TenantStand, body: object) -> None:
     """Protects the same on the compatible surface, where the id is known before the body is."""
     answer = await stand.ask("POST", "/v1/chat/completions", body, **{"idempotency-key": "mine:1"})

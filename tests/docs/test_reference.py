@@ -13,8 +13,9 @@ from tests.docs.pages import ROOT, column, name_in, names_in, pages, prose_of, t
 from tools import check_links
 
 from weir import errors
-from weir.api import generations, openai
+from weir.api import generations
 from weir.api.admin_tables import USAGE_FORMATS, USAGE_SUMS
+from weir.api.openai import chat_request
 from weir.api.wire import members_of
 from weir.cli.main import ENTRIES, command_line
 from weir.config import FurtherPoolConfig, WeirConfig, load_config
@@ -160,7 +161,7 @@ def test_the_table_of_endings_is_the_codes_table() -> None:
 def test_every_field_of_a_request_is_documented() -> None:
     """Protects clients: the body fields of both surfaces, and no others."""
     documented = [name for row in table(API, "field") for name in names_in(row[0])]
-    assert sorted(documented) == sorted([*generations.FIELDS, *openai.FIELDS])
+    assert sorted(documented) == sorted([*generations.FIELDS, *chat_request.FIELDS])
 
 
 def test_workload_classes_are_documented() -> None:

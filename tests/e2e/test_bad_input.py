@@ -110,10 +110,16 @@ def test_a_wrong_value_of_a_native_field_is_named(account: Account, field: str, 
     assert_refused(account, account.ask("POST", "/v1/generations", {**NATIVE, field: value}), 400, "invalid_request", field)
 
 
+NAMELESS = {"type": "function", "function": {"name": "a b"}}
+SCHEMALESS = {"type": "json_schema"}
 WRONG_CHAT: dict[str, list[Any]] = {
     "max_tokens": NUMBERS,
     "temperature": [-0.1, 10**400, "1"],
-    "n": [0, "1", 1.0, 129],
+    "n": [0, "1", 1.0, 17],
+    "tools": [5, {}],
+    "tool_choice": [5, "always", {"type": "function"}],
+    "response_format": [5, {}, {"type": "xml"}],
+    "logprobs": [1, "true"],
     "stream": ["true", 0],
     "stop": [5, ["a"] * 5],
     "model": [5, "", None],
@@ -171,9 +177,13 @@ def test_a_wrong_message_is_found(account: Account, messages: list[Any], field: 
         ("/v1/generations", {**NATIVE, "retain": True}, "unsupported_field", "retain"),
         ("/v1/generations", {**NATIVE, "x" * 5_000: 1}, "unsupported_field", "x" * 100),
         ("/v1/generations", {**NATIVE, "input": [{"role": "user", "name": MARK}]}, "unsupported_field", "input[0].name"),
-        ("/v1/chat/completions", {**CHAT, "tools": [MARK]}, "unsupported_field", "tools"),
+        ("/v1/chat/completions", {**CHAT, "functions": [MARK]}, "unsupported_field", "functions"),
         ("/v1/chat/completions", chat_part(cached=MARK), "unsupported_field", "messages[0].content[0].cached"),
-        ("/v1/chat/completions", {**CHAT, "n": 2}, "unsupported_field", "n"),
+        ("/v1/chat/completions", {**CHAT, "logit_bias": {}}, "unsupported_field", "logit_bias"),
+        ("/v1/chat/completions", {**CHAT, "tools": [5]}, "invalid_request", "tools[0]"),
+        ("/v1/chat/completions", {**CHAT, "tools": [NAMELESS]}, "invalid_request", "tools[0].function.name"),
+        ("/v1/chat/completions", {**CHAT, "response_format": SCHEMALESS}, "invalid_request", "response_format.json_schema"),
+        ("/v1/chat/completions", {**CHAT, "tool_choice": "auto"}, "conflicting_fields", "tool_choice"),
         ("/v1/chat/completions", {**CHAT, "store": True}, "unsupported_field", "store"),
         ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 1}, "conflicting_fields", "max_tokens"),
         ("/v1/chat/completions", {**CHAT, "stream_options": {}}, "conflicting_fields", "stream_options"),

@@ -1,20 +1,10 @@
 """One attempt's output: nothing leaves unbooked, nothing is lost or reordered, and little is booked ahead."""
 
-from dataclasses import dataclass
-
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weir.core.output import Delta, ShapedDelta, ToolCallPart, text_of
 from weir.core.stream import TokenStream
-
-
-@dataclass(slots=True)
-class Piece:
-    """A piece of output as an engine gives it."""
-
-    text: str
-    tokens: int | None = None
-
 
 WORDS = st.sampled_from([" a", "", " übrig", "水", " water"])
 
@@ -29,9 +19,10 @@ def test_what_leaves_is_booked_and_nothing_is_lost(words: list[str], counted: bo
     """Protects money and text: delivered ≤ booked at every moment; in the end the text is whole and in order."""
     most = 2_000
     stream = TokenStream(most, min(step, most), step)
-    asked, out = [stream.asked], []
+    out: list[Delta] = []
+    asked = [stream.asked]
     for number, word in enumerate(words):
-        out += stream.arrive([Piece(word, number + 1 if counted else None)], number)
+        out += stream.arrive([Delta(word, number + 1 if counted else None)], number)
         if (wanted := stream.ask()) is not None:
             asked.append(wanted)
         for _ in range(durable[number] if number < len(durable) else 0):
@@ -47,8 +38,8 @@ def test_what_leaves_is_booked_and_nothing_is_lost(words: list[str], counted: bo
             out += stream.book(asked.pop(0))
         if (wanted := stream.ask()) is not None:
             asked.append(wanted)
-    assert "".join(out) == "".join(words)
-    assert not stream.is_held and stream.held_bytes == 0 and stream.drain() == ""
+    assert text_of(out) == "".join(words)
+    assert not stream.is_held and stream.held_bytes == 0 and stream.drain() == []
 
 
 @given(words=st.lists(WORDS, max_size=40), cuts=st.lists(st.integers(1, 5), max_size=40))
@@ -57,9 +48,9 @@ def test_reads_may_be_cut_anywhere(words: list[str], cuts: list[int]) -> None:
     whole, cut = TokenStream(500, 500), TokenStream(500, 500)
     whole.book(500)
     cut.book(500)
-    pieces = [Piece(word) for word in words]
+    pieces = [Delta(word) for word in words]
     texts = whole.arrive(pieces, 5) if pieces else []
-    again: list[str] = []
+    again: list[Delta] = []
     while pieces:
         size = cuts.pop() if cuts else 1
         head, pieces = pieces[:size], pieces[size:]
@@ -71,15 +62,15 @@ def test_bytes_count_where_the_engine_does_not() -> None:
     """Protects estimates: without counts n is the UTF-8 bytes relayed, at most max_output."""
     stream = TokenStream(5, 5)
     stream.book(5)
-    assert stream.arrive([Piece("水")], 1) == ["水"] and stream.delivered == 3
-    assert stream.arrive([Piece("abcdef")], 2) == ["abcdef"] and stream.delivered == 5
+    assert text_of(stream.arrive([Delta("水")], 1)) == "水" and stream.delivered == 3
+    assert text_of(stream.arrive([Delta("abcdef")], 2)) == "abcdef" and stream.delivered == 5
 
 
 def test_a_count_never_falls() -> None:
     """Protects watermarks from an engine that counts back or too far."""
     stream = TokenStream(10, 10)
     stream.book(10)
-    stream.arrive([Piece("a", 6), Piece("b", 2), Piece("c", 99)], 1)
+    stream.arrive([Delta("a", 6), Delta("b", 2), Delta("c", 99)], 1)
     assert stream.arrived == stream.delivered == 10
 
 
@@ -87,22 +78,22 @@ def test_the_next_step_is_asked_one_step_early() -> None:
     """Protects streams from waiting: the write hides behind the generation, and nothing is asked beyond max_output."""
     stream = TokenStream(100, 16, 16)
     stream.book(16)
-    stream.arrive([Piece("a", 1)], 1)
+    stream.arrive([Delta("a", 1)], 1)
     assert stream.ask() == 32 and stream.ask() is None
     stream.book(32)
-    stream.arrive([Piece("b", 17)], 1)
+    stream.arrive([Delta("b", 17)], 1)
     assert stream.ask() == 48
     stream.book(48)
-    stream.arrive([Piece("c", 40)], 1)
+    stream.arrive([Delta("c", 40)], 1)
     assert stream.ask() == 64
     stream.book(64)
-    stream.arrive([Piece("d", 64)], 1)
+    stream.arrive([Delta("d", 64)], 1)
     assert stream.ask() == 80
     stream.book(80)
-    stream.arrive([Piece("e", 79)], 1)
+    stream.arrive([Delta("e", 79)], 1)
     assert stream.ask() == 96
     stream.book(96)
-    stream.arrive([Piece("f", 95)], 1)
+    stream.arrive([Delta("f", 95)], 1)
     assert stream.ask() == 100 and stream.ask() is None
 
 
@@ -110,26 +101,36 @@ def test_a_piece_larger_than_two_steps_is_asked_for_whole() -> None:
     """Protects progress: a single read of many tokens is let out once its own count is booked."""
     stream = TokenStream(1_000, 4, 4)
     stream.book(4)
-    assert stream.arrive([Piece("many", 50)], 1) == [] and stream.is_held
+    assert stream.arrive([Delta("many", 50)], 1) == [] and stream.is_held
     assert stream.ask() == 50 and stream.ask() is None
-    assert stream.book(50) == ["many"] and stream.delivered == 50
+    assert text_of(stream.book(50)) == "many" and stream.delivered == 50
 
 
 def test_a_whole_answer_is_held_until_it_is_drained() -> None:
     """Protects answers that are not streamed: nothing leaves before the settlement."""
     stream = TokenStream(100, 0)
-    assert stream.arrive([Piece("a", 1), Piece("é", 2)], 1) == []
+    assert stream.arrive([Delta("a", 1), Delta("é", 2)], 1) == []
     assert stream.held_bytes == 3 and stream.delivered == 0
-    assert stream.drain() == "aé" and stream.held_bytes == 0
+    assert text_of(stream.drain()) == "aé" and stream.held_bytes == 0
 
 
 def test_times() -> None:
     """Protects TPOT: from the first to the last output, undefined for fewer than two tokens or without output."""
     stream = TokenStream(100, 100)
     assert stream.tpot_ms(5) is None
-    stream.arrive([Piece("", 0)], 1_000_000)
+    stream.arrive([Delta("", 0)], 1_000_000)
     assert stream.first_ns is None and stream.last_ns is None
-    stream.arrive([Piece("a", 1)], 2_000_000)
-    stream.arrive([Piece("b", 3)], 8_000_000)
+    stream.arrive([Delta("a", 1)], 2_000_000)
+    stream.arrive([Delta("b", 3)], 8_000_000)
     assert stream.tpot_ms(1) is None
     assert stream.tpot_ms(3) == 3.0
+
+
+def test_what_is_not_text_is_booked_and_kept_in_order_too() -> None:
+    """Protects tool calls and reasoning: they leave in their place, once booked, and count where the engine counts nothing."""
+    call = ShapedDelta("", tool_calls=(ToolCallPart(0, "c", "find", '{"a"'),))
+    stream = TokenStream(100, 4, 4)
+    stream.book(4)
+    assert stream.arrive([Delta("ab"), call, ShapedDelta("", reasoning="x"), ShapedDelta("")], 1) == [Delta("ab")]
+    assert stream.arrived == 2 + len('find{"a"') + 1 and stream.held_bytes == call.extra_bytes + 1
+    assert stream.book(100) == [call, ShapedDelta("", reasoning="x")] and stream.held_bytes == 0

@@ -14,6 +14,7 @@ from tests.unit.registry_desk import STABLE, T0_MS, registered
 from weir import errors
 from weir.control.evaluation import ANSWER_BYTES_MAX, ATTEMPTS_MAX, CASE_S, Evaluator, known_score, leads_to
 from weir.control.snapshots import build_snapshot
+from weir.core.demands import NO_DEMANDS, Demands
 from weir.core.endings import FinishReason
 from weir.core.registry.golden_set import Score
 from weir.core.registry.model import Alias, Canary, EngineKind, Pool, RevisionState
@@ -77,7 +78,9 @@ class Speaking:
         asyncio.get_running_loop().call_later(0.25, generation.end, self._reply(call))
         return generation
 
-    async def count_input(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
+    async def count_input(
+        self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool, demands: Demands = NO_DEMANDS
+    ) -> Tokens | None:
         raise AssertionError("nobody counts")
 
     async def probe(self, replica: ReplicaAddress) -> ReplicaAddress:

@@ -289,7 +289,7 @@ def test_a_whole_answer_is_told_until_it_is_booked(state: State) -> None:
         assert isinstance(told, Reattach) and told.finish == report and told.run is not None
         assert (told.run.has_output, told.run.first_output, told.run.is_stopped) == (True, False, True)
         scene.relay.deliver(EndBooked(0, record(FinishReason.LENGTH)))
-        assert scene.relay.reattach() == () and scene.relay.whole_text()
+        assert scene.relay.reattach() == () and scene.relay.whole_output()
 
     play(script, is_admitted=False, stream=False)
 

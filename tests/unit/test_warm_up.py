@@ -9,6 +9,7 @@ import pytest
 
 from weir import errors
 from weir.control.warm_up import LONG_TOKENS_MAX, OUTPUT_TOKENS, WarmUp
+from weir.core.demands import NO_DEMANDS, Demands
 from weir.core.endings import FinishReason
 from weir.core.registry.model import EngineKind
 from weir.core.request import Message
@@ -35,8 +36,10 @@ class Listening:
         self._before()
         return self._inner.start(call, sink)
 
-    async def count_input(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
-        return await self._inner.count_input(replica, prompt, chat)
+    async def count_input(
+        self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool, demands: Demands = NO_DEMANDS
+    ) -> Tokens | None:
+        return await self._inner.count_input(replica, prompt, chat, demands)
 
     async def probe(self, replica: ReplicaAddress) -> ReplicaAddress:
         return await self._inner.probe(replica)
@@ -60,7 +63,9 @@ class Spoken:
         sink.on_end(EngineEnd(FinishReason.STOP, self._usage))
         return self
 
-    async def count_input(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
+    async def count_input(
+        self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool, demands: Demands = NO_DEMANDS
+    ) -> Tokens | None:
         self.counted_prompts.append(prompt)
         return self._counted
 

@@ -22,6 +22,7 @@ from weir.api.wire import (
     retry_headers,
 )
 from weir.core.endings import ending
+from weir.core.output import Delta, text_of
 from weir.core.request import DEADLINE_MS_MAX, InferenceRequest, Message, Sampling
 from weir.errors import WeirError
 from weir.gateway.client import Accepted, Client
@@ -227,15 +228,17 @@ class NativeAnswer:
         }
         self.client.write(self._event(b"accepted", msgspec.json.encode(data)))
 
-    def output(self, texts: Sequence[str]) -> None:
-        """`output` events, one per text, in one write."""
+    def output(self, pieces: Sequence[Delta]) -> None:
+        """`output` events, one per text, in one write; a model's reasoning is not shown here."""
         encode = msgspec.json.encode
         number = self._next_id
+        texts = [piece.text for piece in pieces if piece.text]
         parts = [
             b'id: %d\nevent: output\ndata: {"text":%b}\n\n' % (index, encode(text)) for index, text in enumerate(texts, number)
         ]
         self._next_id = number + len(parts)
-        self.client.write(parts[0] if len(parts) == 1 else b"".join(parts))
+        if parts:
+            self.client.write(parts[0] if len(parts) == 1 else b"".join(parts))
 
     def finish_reason(self, record: GenerationRecord) -> None:
         """Nothing: `done` tells it, with the usage."""
@@ -244,7 +247,7 @@ class NativeAnswer:
         """A comment."""
         self.client.write(b": keep-alive\n\n")
 
-    async def end(self, record: GenerationRecord, text: str, standing: StandingView) -> None:
+    async def end(self, record: GenerationRecord, pieces: Sequence[Delta], standing: StandingView) -> None:
         """`done`, or the whole body."""
         if self._open:
             data = {"status": record.status, "finish_reason": record.finish_reason, **terminal_fields(record)}
@@ -252,7 +255,7 @@ class NativeAnswer:
             await self.client.finish()
             return
         completed = record.error_code is None
-        rendered = render_record(record, text if completed else None, standing)
+        rendered = render_record(record, text_of(pieces) if completed else None, standing)
         await self.client.start(rendered.status, rendered.head())
         await self.client.finish(rendered.body)
 

@@ -23,10 +23,12 @@ from typing import TypeAlias, assert_never
 
 import msgspec
 
+from weir.core.demands import NO_DEMANDS, Demands, ToolCall
 from weir.core.endings import FinishReason, Status, ending
 from weir.units import Millis, Tokens
 
 ATTEMPTS_MAX = 2
+_TURNS_OF_TOOLS, _TURNS_PER_TOOL = 32, 4
 DEADLINE_MS_MAX: Millis = 3_600_000
 """The longest that a caller may ask for, from arrival to the last token."""
 
@@ -36,10 +38,24 @@ DEADLINE_MS_MAX: Millis = 3_600_000
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation. role: system, user or assistant."""
+    """One turn of a conversation. role: system, user, assistant or tool.
+
+    tool_calls: what an assistant's turn called; tool_call_id: which call a tool's turn answers. name: of the participant.
+    """
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        """UTF-8 bytes of its text."""
+        if not self.tool_calls:
+            return len(self.content.encode())
+        called = sum(len(call.name.encode()) + len(call.arguments.encode()) for call in self.tool_calls)
+        return len(self.content.encode()) + called
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +68,15 @@ class Sampling:
     stop: tuple[str, ...] = ()
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    top_k: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
     """A parsed and checked request, the same for every surface.
 
-    prompt: one string (a plain prompt for base models, one user message for chat models) or a conversation.
+    prompt: one string (a plain prompt for base models, one user message for chat models) or a conversation. is_plain: a string
+    that a chat model completes too, without its chat template.
     max_output_tokens: int ≥ 1 or None for the alias's default. deadline_ms: 1–3,600,000 or None for the class's default.
     request_id: the caller's idempotency key, or None.
     """
@@ -71,18 +89,22 @@ class InferenceRequest:
     sampling: Sampling = field(default_factory=Sampling)
     session: str | None = None
     request_id: str | None = None
+    demands: Demands = NO_DEMANDS
+    is_plain: bool = False
 
     @property
     def prompt_bytes(self) -> int:
         """UTF-8 bytes of the input text: what it occupies in the queue's byte bound, and a bound of its tokens."""
         if isinstance(self.prompt, str):
-            return len(self.prompt.encode())
-        return sum(len(turn.content.encode()) for turn in self.prompt)
+            return len(self.prompt.encode()) + self.demands.bytes
+        return sum(turn.bytes for turn in self.prompt) + self.demands.bytes
 
     @property
     def turns(self) -> int:
-        """Number of messages; a plain prompt counts as one."""
-        return 1 if isinstance(self.prompt, str) else len(self.prompt)
+        """Number of messages; a plain prompt counts as one, and tools as some: a template writes much around them."""
+        tools = len(self.demands.tools)
+        written = _TURNS_OF_TOOLS + _TURNS_PER_TOOL * tools if tools else 0
+        return written + (1 if isinstance(self.prompt, str) else len(self.prompt))
 
 
 # ── states ───────────────────────────────────────────────────────────────────────────────────────────────────────────

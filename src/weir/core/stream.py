@@ -20,19 +20,12 @@ What was rejected: booking every token (a write each), and booking the whole out
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
+from weir.core.output import Delta, ShapedDelta
 from weir.units import Nanos, Tokens
 
 DELIVERY_STEP_TOKENS = 256
 """Default step: two of them bound what a crash over-books, and one lasts seconds at reading speed."""
-
-
-class Piece(Protocol):
-    """A piece of output: its text, and the engine's cumulative count or None."""
-
-    text: str
-    tokens: Tokens | None
 
 
 class TokenStream:
@@ -55,7 +48,7 @@ class TokenStream:
     def __init__(self, max_output: Tokens, first_step: Tokens, step: Tokens = DELIVERY_STEP_TOKENS) -> None:
         self._max = max_output
         self._step = step
-        self._held: deque[tuple[Tokens, str]] = deque()
+        self._held: deque[tuple[Tokens, Delta]] = deque()
         self._text_bytes = 0
         self.arrived: Tokens = 0
         self.asked: Tokens = first_step
@@ -65,40 +58,42 @@ class TokenStream:
         self.first_ns: Nanos | None = None
         self.last_ns: Nanos | None = None
 
-    def arrive(self, pieces: Sequence[Piece], now_ns: Nanos) -> list[str]:
-        """Take in one read's pieces; returns the texts that may be handed out now, in order."""
-        out: list[str] = []
+    def arrive(self, pieces: Sequence[Delta], now_ns: Nanos) -> list[Delta]:
+        """Take in one read's pieces; returns those that may be handed out now, in order."""
+        out: list[Delta] = []
         for piece in pieces:
             text = piece.text
             count = piece.tokens
             if count is None:
                 self._text_bytes += len(text) if text.isascii() else len(text.encode())
+                if isinstance(piece, ShapedDelta):
+                    self._text_bytes += piece.generated_bytes
                 count = self._text_bytes
             count = max(self.arrived, min(count, self._max))
             self.arrived = count
-            if not text:
+            if not text and not piece.extra_bytes:
                 continue
             if self.first_ns is None:
                 self.first_ns = now_ns
             if count <= self.booked and not self._held:
                 self.delivered = count
-                out.append(text)
+                out.append(piece)
             else:
-                self._held.append((count, text))
-                self.held_bytes += len(text.encode())
+                self._held.append((count, piece))
+                self.held_bytes += len(text.encode()) + piece.extra_bytes
         if self.arrived:
             self.last_ns = now_ns
         return out
 
-    def book(self, delivered_max: Tokens) -> list[str]:
-        """A step became durable; returns the held texts that it lets out, in order."""
+    def book(self, delivered_max: Tokens) -> list[Delta]:
+        """A step became durable; returns the held pieces that it lets out, in order."""
         self.booked = max(self.booked, delivered_max)
-        out: list[str] = []
+        out: list[Delta] = []
         while self._held and self._held[0][0] <= self.booked:
-            count, text = self._held.popleft()
-            self.held_bytes -= len(text.encode())
+            count, piece = self._held.popleft()
+            self.held_bytes -= len(piece.text.encode()) + piece.extra_bytes
             self.delivered = count
-            out.append(text)
+            out.append(piece)
         return out
 
     def ask(self) -> Tokens | None:
@@ -116,12 +111,12 @@ class TokenStream:
         self.asked = wanted
         return wanted
 
-    def drain(self) -> str:
-        """Everything held, for an answer that is not streamed: its text leaves whole, once its settlement is durable."""
-        text = "".join(text for _, text in self._held)
+    def drain(self) -> list[Delta]:
+        """Everything held, for an answer that is not streamed: it leaves whole, once its settlement is durable."""
+        pieces = [piece for _, piece in self._held]
         self._held.clear()
         self.held_bytes = 0
-        return text
+        return pieces
 
     @property
     def is_held(self) -> bool:

@@ -6,6 +6,7 @@ but only after the server got no result of any slot for a second, or else at its
 """
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from itertools import chain, cycle
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import msgspec
 
 from weir import errors
+from weir.core.demands import NO_DEMANDS, Demands, ToolChoice, ToolMode
 from weir.core.request import Message
 from weir.engines.http_client import HttpClient
 from weir.engines.openai_compatible import PROBE_MS, ControlCalls, json_object, whole_number
-from weir.engines.openai_stream import FIRST_OUTPUT_MS, IDLE_MS, StreamedRun, generation_request, messages_of
+from weir.engines.openai_fields import messages_of, tool_fields
+from weir.engines.openai_stream import FIRST_OUTPUT_MS, IDLE_MS, StreamedRun, generation_request
 from weir.messages import ReplicaAddress
 from weir.ports import EngineCall, EngineRun, EngineSink
 from weir.units import Millis, Tokens
@@ -52,11 +55,13 @@ class LlamaCppEngine:
         extra = {"cache_prompt": False, "id_slot": call.lane, "timings_per_token": True, "n": 1}
         confirm = partial(self._wait_slot_idle, call.replica, call.lane)
         run = StreamedRun(sink, self._first_output_ms, self._idle_ms, confirm)
-        return run.begin(self._client, generation_request(call, extra))
+        return run.begin(self._client, generation_request(replace(call, demands=_fitted(call.demands)), extra))
 
-    async def count_input(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
+    async def count_input(
+        self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool, demands: Demands = NO_DEMANDS
+    ) -> Tokens | None:
         """Exact input tokens as the completion endpoints count them; None when the replica cannot say in time."""
-        return await self._control.count(replica, partial(self._count, replica, prompt, chat))
+        return await self._control.count(replica, partial(self._count, replica, prompt, chat, _fitted(demands)))
 
     async def probe(self, replica: ReplicaAddress) -> ReplicaAddress:
         """Health, model name, slots and the context window of each. Raises EngineFault, also while the model loads."""
@@ -82,10 +87,12 @@ class LlamaCppEngine:
         """Close every connection."""
         await self._client.aclose()
 
-    async def _count(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
+    async def _count(
+        self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool, demands: Demands = NO_DEMANDS
+    ) -> Tokens | None:
         """The server's count. Raises EngineFault when it does not answer."""
         if chat:
-            body: dict[str, Any] = {"messages": messages_of(prompt)}
+            body: dict[str, Any] = {"messages": messages_of(prompt), **tool_fields(demands)}
             answer = await self._control.call(replica, "POST", "/v1/chat/completions/input_tokens", body)
             return whole_number(json_object(answer).get("input_tokens"))
         body = {"content": prompt, "add_special": True, "parse_special": True}
@@ -120,3 +127,12 @@ class LlamaCppEngine:
         except (errors.Stalled, errors.EngineError, msgspec.MsgspecError, UnicodeDecodeError):
             return None
         return next((slot for slot in slots if slot.get("id") == lane), None)
+
+
+def _fitted(demands: Demands) -> Demands:
+    """The same in words that this server knows: it takes no tool's name as a choice, but must call the only one there is."""
+    choice = demands.tool_choice
+    if choice is None or choice.mode is not ToolMode.NAMED:
+        return demands
+    named = tuple(tool for tool in demands.tools if tool.name == choice.name)
+    return replace(demands, tools=named, tool_choice=ToolChoice(ToolMode.REQUIRED))

@@ -14,11 +14,13 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from weir import errors
+from weir.core.demands import NO_DEMANDS, Demands
 from weir.core.registry.model import EngineKind
 from weir.core.request import Message
 from weir.engines.http_client import HttpClient
 from weir.engines.http_exchange import HttpRequest, HttpResponse
-from weir.engines.openai_stream import FIRST_OUTPUT_MS, IDLE_MS, StreamedRun, generation_request, messages_of
+from weir.engines.openai_fields import messages_of, tool_fields
+from weir.engines.openai_stream import FIRST_OUTPUT_MS, IDLE_MS, StreamedRun, generation_request
 from weir.messages import ReplicaAddress
 from weir.ports import EngineCall, EngineRun, EngineSink
 from weir.units import Millis, Tokens
@@ -102,12 +104,14 @@ class OpenAICompatibleEngine:
             extra["cache_salt"] = call.cache_salt
         if call.replica.cache_forbidden:
             extra["cache_prompt"] = False
-        run = StreamedRun(sink, self._first_output_ms, self._idle_ms)
+        run = StreamedRun(sink, self._first_output_ms, self._idle_ms, choices=call.demands.choices)
         return run.begin(self._client, generation_request(call, extra))
 
-    async def count_input(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
+    async def count_input(
+        self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool, demands: Demands = NO_DEMANDS
+    ) -> Tokens | None:
         """Exact input tokens by vLLM's /tokenize, with the chat template where chat; None when it cannot say in time."""
-        return await self._control.count(replica, lambda: self._tokenize(replica, prompt, chat))
+        return await self._control.count(replica, lambda: self._tokenize(replica, prompt, chat, demands))
 
     async def probe(self, replica: ReplicaAddress) -> ReplicaAddress:
         """Health, model and capabilities. Raises EngineFault, also where no model or not the approved one is served.
@@ -145,9 +149,11 @@ class OpenAICompatibleEngine:
         """Close every connection."""
         await self._client.aclose()
 
-    async def _tokenize(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
+    async def _tokenize(
+        self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool, demands: Demands = NO_DEMANDS
+    ) -> Tokens | None:
         """The count that /tokenize gives. Raises EngineFault when it does not answer."""
-        text = {"messages": messages_of(prompt)} if chat else {"prompt": prompt}
+        text = {"messages": messages_of(prompt), **tool_fields(demands)} if chat else {"prompt": prompt}
         answer = await self._control.call(replica, "POST", "/tokenize", {"model": replica.model, **text})
         return whole_number(json_object(answer).get("count"))
 

@@ -7,18 +7,20 @@ and only its type and its numbers are kept.
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Annotated, Any
 
 import msgspec
 
 from weir import errors
 from weir.core.endings import FinishReason
-from weir.core.request import Message
+from weir.core.output import Delta, ShapedDelta, ToolCallPart
 from weir.core.sse import SseDecoder
 from weir.engines.http_client import Exchange, HttpClient
 from weir.engines.http_exchange import HttpRequest
-from weir.ports import Delta, EngineCall, EngineEnd, EngineSink, EngineUsage
+from weir.engines.openai_fields import demanded, messages_of
+from weir.engines.openai_logprobs import ReportedLogprobs, logprobs_of
+from weir.ports import EngineCall, EngineEnd, EngineSink, EngineUsage
 from weir.units import Millis, Tokens
 
 FIRST_OUTPUT_MS = 60_000  # a long prompt is read in silence, perhaps behind others
@@ -35,6 +37,8 @@ _REASONS = {
     "content_filter": FinishReason.CONTENT_FILTER,
 }
 _NO_REASON = ("", "none", "null")  # what some servers write where OpenAI has null
+_WEIGHTIEST_LAST = (FinishReason.STOP, FinishReason.TOOL_CALLS, FinishReason.LENGTH, FinishReason.CONTENT_FILTER)
+"""Of several choices: the reason of the whole is the one that a caller must know of first."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -42,19 +46,32 @@ ConfirmStop = Callable[[bool], Awaitable[None]]
 """Waits until an engine runs nothing for a call whose connection was cut. The argument: whether output had arrived."""
 
 
+class _Function(msgspec.Struct, gc=False):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _ToolCall(msgspec.Struct, gc=False):
+    index: _Count = 0
+    id: str | None = None
+    function: _Function | None = None
+
+
 class _Text(msgspec.Struct, gc=False):
-    """Beside its content a delta may carry output that is not relayed; a role alone is none."""
+    """Reasoning comes under either name; a role alone is no output."""
 
     content: str | None = None
-    reasoning_content: Any = None
-    reasoning: Any = None
-    tool_calls: Any = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_ToolCall] | None = None
 
 
 class _Choice(msgspec.Struct):
+    index: _Count = 0
     delta: _Text | None = None
     text: str | None = None
     finish_reason: str | None = None
+    logprobs: ReportedLogprobs | None = None
 
 
 class _PromptDetails(msgspec.Struct, gc=False):
@@ -83,6 +100,18 @@ class _Chunk(msgspec.Struct):
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
+def _parts_of(calls: Iterable[_ToolCall]) -> tuple[ToolCallPart, ...]:
+    return tuple(
+        ToolCallPart(
+            call.index,
+            call.id,
+            call.function.name if call.function else None,
+            (call.function.arguments if call.function else None) or "",
+        )
+        for call in calls
+    )
+
+
 def generation_request(call: EngineCall, extra: dict[str, Any]) -> HttpRequest:
     """A call as a streamed chat or plain completion. extra: the engine's own fields; of the caller nothing else is sent."""
     sampling = call.sampling
@@ -96,8 +125,10 @@ def generation_request(call: EngineCall, extra: dict[str, Any]) -> HttpRequest:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "seed": sampling.seed,
+        "top_k": sampling.top_k,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
+        **demanded(call.demands, chat=call.chat),
         **extra,
     }
     encoded = msgspec.json.encode({name: value for name, value in body.items() if value is not None})
@@ -105,22 +136,23 @@ def generation_request(call: EngineCall, extra: dict[str, Any]) -> HttpRequest:
     return HttpRequest("POST", call.replica.url, path, encoded, call.replica.api_key)
 
 
-def messages_of(prompt: str | tuple[Message, ...]) -> list[dict[str, str]]:
-    """A prompt as OpenAI's messages; one string is one user message."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return [{"role": turn.role, "content": turn.content} for turn in prompt]
-
-
 class StreamedRun:
     """One generation over one exchange: an EngineRun, and the receiver of its response.
 
     first_output_ms: bound of silence before its first output, idle_ms: between two; neither counts while paused, and comments
     and roles are silence too. confirm: how the engine confirms that a cut call runs no longer; None where the closed connection
-    is the confirmation.
+    is the confirmation. choices: how many are asked for.
     """
 
-    def __init__(self, sink: EngineSink, first_output_ms: Millis, idle_ms: Millis, confirm: ConfirmStop | None = None) -> None:
+    def __init__(
+        self,
+        sink: EngineSink,
+        first_output_ms: Millis,
+        idle_ms: Millis,
+        confirm: ConfirmStop | None = None,
+        *,
+        choices: int = 1,
+    ) -> None:
         self._sink = sink
         self._confirm = confirm
         self._first_output_s = first_output_ms / 1_000
@@ -132,6 +164,8 @@ class StreamedRun:
         self._usage: _Usage | None = None
         self._tokens_seen: Tokens | None = None
         self._without_reason = False
+        self._choices = choices
+        self._ended: dict[int, FinishReason] = {}
         self._had_output = False
         self._paused = False
         self._needs_confirmation = False
@@ -234,30 +268,51 @@ class StreamedRun:
                 raise errors.EngineError("The engine sent a chunk that cannot be read.") from None
             if chunk.error is not None:
                 raise _fault_of(chunk.error)
-            text = self._text_of(chunk.choices[0]) if chunk.choices else ""
+            pieces = [self._piece_of(choice) for choice in chunk.choices]
             tokens = self._count_of(chunk)
-            if tokens is not None and (seen is None or tokens > seen):
-                if tokens or text:
-                    deltas.append(Delta(text, tokens))
+            grew = tokens is not None and (seen is None or tokens > seen)
+            if grew:
                 self._tokens_seen = seen = tokens
-            elif text:
-                deltas.append(Delta(text, seen if tokens is not None else None))
+                if tokens and not pieces:
+                    deltas.append(Delta("", tokens))
+            for piece in pieces:
+                piece.tokens = seen if tokens is not None else None
+                if piece.text or piece.extra_bytes or (grew and tokens):
+                    deltas.append(piece)
         return False
 
-    def _text_of(self, choice: _Choice) -> str:
-        """A choice's text; its finish reason is noted. Raises EngineError for a reason that is not known."""
-        if choice.finish_reason is not None:
-            self._reason = _REASONS.get(choice.finish_reason, self._reason)
-            if choice.finish_reason not in _REASONS:
-                if choice.finish_reason not in _NO_REASON:
-                    raise errors.EngineError("The engine ended the reply for an unknown finish reason.")
-                self._without_reason = True
+    def _piece_of(self, choice: _Choice) -> Delta:
+        """What a choice brings; its finish reason is noted. Raises EngineError for a reason or an index that is not known."""
+        finish = self._finish_of(choice.finish_reason) if choice.finish_reason is not None else None
+        if choice.index >= self._choices:
+            raise errors.EngineError("The engine sent a choice that was not asked for.")
         delta = choice.delta
-        if delta is None:
-            return choice.text or ""
-        if delta.reasoning_content or delta.reasoning or delta.tool_calls:
-            self._hear()
-        return delta.content or ""
+        text = (choice.text if delta is None else delta.content) or ""
+        reported = choice.logprobs
+        is_shaped = delta is not None and (delta.reasoning_content or delta.reasoning or delta.tool_calls)
+        if not is_shaped and reported is None and self._choices == 1:
+            return Delta(text)
+        ended = None
+        if finish is not None and self._choices > 1:
+            ended = self._ended[choice.index] = finish
+        return ShapedDelta(
+            text,
+            choice=choice.index,
+            reasoning=(delta.reasoning_content or delta.reasoning or "") if delta is not None else "",
+            tool_calls=_parts_of(delta.tool_calls or ()) if delta is not None else (),
+            logprobs=logprobs_of(reported) if reported is not None else (),
+            finish=ended,
+        )
+
+    def _finish_of(self, word: str) -> FinishReason | None:
+        reason = _REASONS.get(word)
+        if reason is None:
+            if word not in _NO_REASON:
+                raise errors.EngineError("The engine ended the reply for an unknown finish reason.")
+            self._without_reason = True
+        else:
+            self._reason = reason
+        return reason
 
     def _count_of(self, chunk: _Chunk) -> Tokens | None:
         """The cumulative output count that a chunk carries; its usage is noted."""
@@ -271,6 +326,8 @@ class StreamedRun:
         reason = self._reason
         if reason is None and self._without_reason and at_mark:
             reason = FinishReason.STOP
+        if self._choices > 1 and self._ended:
+            reason = max(self._ended.values(), key=_WEIGHTIEST_LAST.index)
         if reason is None:
             self._fail(errors.EngineError("The engine ended its stream without a finish reason."))
             return

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from weir.core.demands import NO_DEMANDS, Demands
 from weir.core.request import Message
 from weir.engines.simulated_batch import SimulatedBatch, Step, StepOutcome
 from weir.engines.simulated_faults import NO_FAULTS, Faults, is_marked
@@ -273,7 +274,9 @@ class SimulatedEngine:
             replica.submit(run, call)
         return run
 
-    async def count_input(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
+    async def count_input(
+        self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool, demands: Demands = NO_DEMANDS
+    ) -> Tokens | None:
         """Exact input tokens; None from a lost or stalled replica."""
         if not await self._answers(replica.name, self._bounds.count_ms):
             return None

@@ -10,14 +10,14 @@ from weir.core.metering import Basis, InputBasis
 from weir.core.stream import TokenStream
 from weir.gateway.planning import Plan
 from weir.messages import AttemptUsage, Granted, Run, Stopped
-from weir.ports import EngineEnd, EngineRun
+from weir.ports import Delta, EngineEnd, EngineRun
 from weir.units import Nanos, Tokens
 
 _REPORTED_MAX: Tokens = 2**53
 
 
 class Attempt:
-    """granted: None until the coordinator grants it; run: set with it. texts: released before the headers were out.
+    """granted: None until the coordinator grants it; run: set with it. pieces: released before the headers were out.
 
     counted: the engine counts its tokens on its chunks. held_since_ns: since when output waits for a durable step.
     stopped: what the coordinator was told of the engine's stop, None while it runs.
@@ -26,7 +26,7 @@ class Attempt:
     def __init__(self, plan: Plan, step_tokens: Tokens) -> None:
         self._plan = plan
         self._paused = False
-        self.stream = TokenStream(plan.max_output_tokens, 0, step_tokens)
+        self.stream = TokenStream(plan.max_output_tokens * plan.request.demands.choices, 0, step_tokens)
         self.granted: Granted | None = None
         self.granted_ns: Nanos = 0
         self.stopped: Stopped | None = None
@@ -34,7 +34,7 @@ class Attempt:
         self.end: EngineEnd | None = None
         self.counted = False
         self.detail: str | None = None
-        self.texts: list[str] = []
+        self.pieces: list[Delta] = []
         self.held_since_ns: Nanos | None = None
 
     @property

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from weir.core.output import Delta
 from weir.errors import WeirError
 from weir.messages import GenerationRecord, StandingView
-from weir.units import Bytes, Nanos
+from weir.units import Bytes, Nanos, Tokens
 
 
 class ClientWatcher(Protocol):
@@ -72,13 +73,14 @@ class Client(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What a client learns when its request is admitted."""
+    """What a client learns when its request is admitted. input_tokens: as counted, or their upper bound."""
 
     generation_id: str
     request_id: str
     alias: str
     revision: str
     standing: StandingView
+    input_tokens: Tokens = 0
 
 
 class Answer(Protocol):
@@ -90,7 +92,7 @@ class Answer(Protocol):
         """Streams only: headers and the event that says accepted."""
         ...
 
-    def output(self, texts: Sequence[str]) -> None:
+    def output(self, pieces: Sequence[Delta]) -> None:
         """Streams only, after `open`: output events, all in one write."""
         ...
 
@@ -102,8 +104,11 @@ class Answer(Protocol):
         """Streams only, after `open`: a comment."""
         ...
 
-    async def end(self, record: GenerationRecord, text: str, standing: StandingView) -> None:
-        """The terminal event of a stream that is open, else the whole answer with the HTTP status of its ending."""
+    async def end(self, record: GenerationRecord, pieces: Sequence[Delta], standing: StandingView) -> None:
+        """The terminal event of a stream that is open, else the whole answer with the HTTP status of its ending.
+
+        pieces: the whole output of an answer that is not streamed.
+        """
         ...
 
     async def refuse(self, error: WeirError, standing: StandingView | None, generation: GenerationRecord | None) -> None:

@@ -225,8 +225,8 @@ class Gateway:
         record = relay.record
         if record is None or (relay.is_lost and not relay.end_booked and not streamed):
             record = _lost_record(relay, accepted)  # a whole answer is shown only once its settlement is durable
-        text = relay.whole_text() if record.status is Status.COMPLETED else ""
-        await answer.end(record, text, accepted.standing)
+        pieces = relay.whole_output() if record.status is Status.COMPLETED else []
+        await answer.end(record, pieces, accepted.standing)
 
     async def _refuse(self, refusal: errors.WeirError, answer: Answer) -> None:
         self.count_refusal(refusal)
@@ -273,7 +273,7 @@ class Gateway:
 
 
 def _accepted(plan: Plan, ids: Ids, admitted: Admitted) -> Accepted:
-    return Accepted(ids.generation_id, ids.request_id, plan.alias.name, plan.revision.id, admitted.standing)
+    return Accepted(ids.generation_id, ids.request_id, plan.alias.name, plan.revision.id, admitted.standing, plan.input_tokens)
 
 
 def _without_coordinator() -> errors.WeirError:

@@ -14,6 +14,7 @@ import msgspec
 
 from weir import errors
 from weir.core.metering import InputBasis, upper_bound_of_input
+from weir.core.registry.abilities import lacking
 from weir.core.registry.model import Alias, EngineKind, Revision, WorkloadClass, workload_class_of
 from weir.core.request import InferenceRequest, Message
 from weir.core.routing.prefixes import MARKS_END_BYTES, marks_within
@@ -66,6 +67,11 @@ class Planner:
                 "This model completes plain text and takes no conversation.",
                 members={"field": "input", "accepted": "a string"},
             )
+        if (refused := lacking(request, revision.engine)) is not None:
+            field, accepted = refused
+            raise errors.UnsupportedField(
+                f"This model's engine does not serve '{field}' as asked.", members={"field": field, "accepted": accepted}
+            )
         counted = await self._count(principal.tenant, revision, request)
         basis = InputBasis.UPPER_BOUND if counted is None else InputBasis.EXACT
         input_tokens = upper_bound_of_input(request.prompt_bytes, request.turns) if counted is None else counted
@@ -86,7 +92,8 @@ class Planner:
         replica = self._inbox.counting_replica(revision.id, tenant)
         if replica is None:
             return None
-        return await self._engine_for(revision.engine).count_input(replica, request.prompt, revision.chat)
+        chat = revision.chat and not request.is_plain
+        return await self._engine_for(revision.engine).count_input(replica, request.prompt, chat, request.demands)
 
     def cache_salt(self, plan: Plan) -> str:
         """What keeps this tenant's prefix cache apart from every other's on engines with salted caches."""
@@ -97,11 +104,13 @@ class Planner:
         """Digests of the prompt's beginnings at its marks, this tenant's and revision's own; empty where none is of use."""
         if not self._inbox.has_choice(plan.revision.id):
             return ()
-        beginning = _beginning(plan.request.prompt)
+        request = plan.request
+        beginning = _beginning(request.prompt)
         marks = marks_within(len(beginning))
         if not marks:
             return ()
-        scope = msgspec.json.encode(("prefix", plan.principal.tenant, plan.revision.id))
+        owner = (plan.principal.tenant, plan.revision.id)
+        scope = msgspec.json.encode(("prefix", *owner, request.demands.tools, request.is_plain))
         state = hashlib.blake2b(digest_size=MARK_DIGEST_BYTES, key=_keyed(self._salt_state, scope))
         digests = []
         with memoryview(beginning) as view:
@@ -114,7 +123,15 @@ class Planner:
         """Keyed digest of the request after defaults, without request id, stream and deadline."""
         request = plan.request
         asked = request.max_output_tokens or plan.alias.default_max_output_tokens  # not what the window left of it
-        body = (request.model_alias, request.prompt, asked, request.sampling, request.session)
+        body = (
+            request.model_alias,
+            request.prompt,
+            asked,
+            request.sampling,
+            request.session,
+            request.demands,
+            request.is_plain,
+        )
         return _keyed(self._digest_state, msgspec.json.encode(body))
 
 
@@ -140,6 +157,8 @@ def _pieces(turns: tuple[Message, ...]) -> Iterator[bytes]:
         yield (_SEPARATOR if number else b"") + turn.role.encode() + _SEPARATOR
         for start in range(0, len(turn.content), _PIECE_CHARS):
             yield turn.content[start : start + _PIECE_CHARS].encode()
+        for call in turn.tool_calls:
+            yield call.name.encode() + _SEPARATOR + call.arguments.encode()
 
 
 def _max_output(request: InferenceRequest, alias: Alias, revision: Revision, counted: Tokens | None) -> Tokens:
@@ -196,7 +215,7 @@ def acquire_of(plan: Plan, ids: Ids, digest: bytes, prefix: tuple[bytes, ...], s
         input_basis=plan.input_basis,
         input_bytes=request.prompt_bytes,
         max_output_tokens=plan.max_output_tokens,
-        choices=1,
+        choices=request.demands.choices,
         deadline_left_ms=plan.deadline_ms - ms_from_ns(waited_ns),
         waited_ns=waited_ns,
         session_key=request.session,

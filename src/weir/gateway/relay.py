@@ -165,14 +165,14 @@ class Relay:
     def open_output(self) -> None:
         """Headers are out: write what waited for them, and from now on as it comes. What ended meanwhile gets no output."""
         self._opened = True
-        texts, self._attempt.texts = self._attempt.texts, []
+        pieces, self._attempt.pieces = self._attempt.pieces, []
         if self._cause is None:
-            if texts:
-                self._write(texts)
+            if pieces:
+                self._write(pieces)
             self._ask_for_more()
         self._complete_if_done()
 
-    def whole_text(self) -> str:
+    def whole_output(self) -> list[Delta]:
         """The output of an answer that is not streamed."""
         return self._attempt.stream.drain()
 
@@ -256,20 +256,21 @@ class Relay:
             replica=granted.replica,
             lane=granted.lane,
             prompt=request.prompt,
-            chat=self._plan.revision.chat,
+            chat=self._plan.revision.chat and not request.is_plain,
             max_output_tokens=self._plan.max_output_tokens,
             sampling=request.sampling,
+            demands=request.demands,
             cache_salt=self._parts.salt_of(self._plan) if granted.replica.cache_salt else None,
         )
         attempt.run = self._parts.engine_for(granted.replica.engine).start(call, self)
 
     def _book(self, delivered_max: Tokens) -> None:
         attempt = self._attempt
-        texts = attempt.stream.book(delivered_max)
+        pieces = attempt.stream.book(delivered_max)
         if self._cause is not None:
             return
-        if texts:
-            self._hand_out(texts)
+        if pieces:
+            self._hand_out(pieces)
             attempt.held_since_ns = self._parts.clock.monotonic_ns() if attempt.stream.is_held else None
         self._ask_for_more()
         self._balance()
@@ -286,10 +287,10 @@ class Relay:
         now_ns = self._parts.clock.monotonic_ns()
         attempt = self._attempt
         had_output = attempt.stream.arrived > 0
-        texts = attempt.stream.arrive(deltas, now_ns)
+        pieces = attempt.stream.arrive(deltas, now_ns)
         attempt.counted = deltas[-1].tokens is not None
-        if self._streamed and texts:
-            self._hand_out(texts)
+        if self._streamed and pieces:
+            self._hand_out(pieces)
         if not had_output and attempt.stream.arrived and self._first_written_ns is None:
             self._parts.link.send(Progress(self.ref, attempt.number, has_output=True))
         if not self._streamed:
@@ -302,7 +303,10 @@ class Relay:
 
     def _bound_whole_answer(self) -> None:
         """An answer that is not streamed waits here whole: no engine may fill the memory with it."""
-        most = _WHOLE_ANSWER_BYTES_PER_TOKEN * self._plan.max_output_tokens + _WHOLE_ANSWER_BYTES
+        demands = self._plan.request.demands
+        reported = 0 if demands.top_logprobs is None else 1 + demands.top_logprobs
+        per_token = _WHOLE_ANSWER_BYTES_PER_TOKEN * (1 + reported)
+        most = per_token * self._plan.max_output_tokens * demands.choices + _WHOLE_ANSWER_BYTES
         if self._attempt.stream.held_bytes > most:
             self._attempt.detail = "The engine sent more text than its tokens can hold."
             self.stop(FinishReason.ENGINE_ERROR)
@@ -334,14 +338,14 @@ class Relay:
 
     # ── towards the client ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def _hand_out(self, texts: list[str]) -> None:
+    def _hand_out(self, pieces: list[Delta]) -> None:
         if self._opened:
-            self._write(texts)
+            self._write(pieces)
         else:
-            self._attempt.texts += texts
+            self._attempt.pieces += pieces
 
-    def _write(self, texts: list[str]) -> None:
-        self._answer.output(texts)
+    def _write(self, pieces: list[Delta]) -> None:
+        self._answer.output(pieces)
         self._written_ns = self._parts.clock.monotonic_ns()
         if self._first_written_ns is None:
             self._first_written_ns = self._written_ns

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from weir.core.output import Delta, text_of
 from weir.errors import WeirError
 from weir.gateway.client import Accepted, Client, ClientWatcher
 from weir.messages import GenerationRecord, StandingView
@@ -177,9 +178,10 @@ class SimAnswer:
         await self.client.start(200, ())
         self.client.write(bytes(_EVENT_BYTES))
 
-    def output(self, texts: Sequence[str]) -> None:
+    def output(self, pieces: Sequence[Delta]) -> None:
         """Output events in one write."""
         assert self.accepted is not None and not self.is_over, f"{self.name}: output outside of its stream"
+        texts = [piece.text for piece in pieces]
         self._witness.handed_out(self, texts)
         text = "".join(texts)
         self.text += text
@@ -194,10 +196,11 @@ class SimAnswer:
         self.comments += 1
         self.client.write(bytes(_EVENT_BYTES))
 
-    async def end(self, record: GenerationRecord, text: str, standing: StandingView) -> None:
+    async def end(self, record: GenerationRecord, pieces: Sequence[Delta], standing: StandingView) -> None:
         """The terminal event, or the whole answer."""
         assert not self.is_over, f"{self.name}: ended twice"
         self.record = record
+        text = text_of(pieces)
         self._witness.answered(self, record, text)
         await self.client.finish(bytes(len(text.encode()) + _EVENT_BYTES))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from random import Random
 
 from weir import errors
+from weir.core.demands import NO_DEMANDS, Demands
 from weir.core.ledger.records import LedgerRecord
 from weir.core.request import Message
 from weir.engines.simulated import SimulatedEngine
@@ -205,9 +206,11 @@ class FaultyEngine:
         watched.run = self.inner.start(call, watched)
         return watched
 
-    async def count_input(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
+    async def count_input(
+        self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool, demands: Demands = NO_DEMANDS
+    ) -> Tokens | None:
         """As the engine, unless nothing is counted."""
-        return await self.inner.count_input(replica, prompt, chat) if self._traits.counts_tokens else None
+        return await self.inner.count_input(replica, prompt, chat, demands) if self._traits.counts_tokens else None
 
     async def probe(self, replica: ReplicaAddress) -> ReplicaAddress:
         """As the engine."""

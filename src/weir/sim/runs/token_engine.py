@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from weir.core.demands import NO_DEMANDS, Demands
 from weir.core.request import Message
 from weir.engines.simulated import SimulatedEngine, SimulatedReplica
 from weir.errors import Stalled
@@ -52,9 +53,11 @@ class TokenEngine:
         """Begin a generation; a fault arrives as `on_end`."""
         return self._replicas[call.replica.name].start(call, sink)
 
-    async def count_input(self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool) -> Tokens | None:
+    async def count_input(
+        self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool, demands: Demands = NO_DEMANDS
+    ) -> Tokens | None:
         """Exact input tokens; None from a lost or stalled replica."""
-        return await self._replicas[replica.name].engine.count_input(replica, prompt, chat)
+        return await self._replicas[replica.name].engine.count_input(replica, prompt, chat, demands)
 
     async def probe(self, replica: ReplicaAddress) -> ReplicaAddress:
         """The address with what the engine can do. Raises ReplicaLost, or Stalled after the bound."""

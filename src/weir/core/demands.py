@@ -1,0 +1,91 @@
+"""What a caller demands of an engine beyond one text: tools, a form of the output, several choices, log probabilities.
+
+Schemas stay JSON text: the platform passes them on and reads nothing in them. What an engine cannot do is refused by name
+(`core/registry/abilities.py`), never dropped silently.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+CHOICES_MAX = 16
+TOP_LOGPROBS_MAX = 20
+
+
+class ToolMode(StrEnum):
+    """Whether the model may, must not or must call a tool; NAMED: this one."""
+
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+class FormKind(StrEnum):
+    """What the output must be."""
+
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that a model made. arguments: JSON text as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that a model may call. parameters: its JSON schema as JSON text; None takes none."""
+
+    name: str
+    description: str | None = None
+    parameters: str | None = None
+    strict: bool | None = None
+
+    @property
+    def bytes(self) -> int:
+        """UTF-8 bytes that it adds to the input, without what a template writes around it."""
+        return sum(len(text.encode()) for text in (self.name, self.description, self.parameters) if text)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """name: of the tool that must be called, with NAMED only."""
+
+    mode: ToolMode
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """A form that the engine enforces as it decodes. schema: JSON text, with JSON_SCHEMA only."""
+
+    kind: FormKind
+    name: str = ""
+    schema: str | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Demands:
+    """choices ≥ 1. top_logprobs: alternatives to each token that are reported with it; None: no log probabilities at all."""
+
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    form: OutputForm | None = None
+    choices: int = 1
+    top_logprobs: int | None = None
+
+    @property
+    def bytes(self) -> int:
+        """UTF-8 bytes that engines may put into the prompt for them."""
+        schema = self.form.schema if self.form is not None else None
+        return sum(tool.bytes for tool in self.tools) + (len(schema.encode()) if schema else 0)
+
+
+NO_DEMANDS = Demands()
