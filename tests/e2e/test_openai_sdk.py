@@ -257,3 +257,44 @@ def test_weirs_own_headers_follow_the_native_rules(slow_account: Account) -> Non
             with pytest.raises(openai.BadRequestError) as refused:
                 client.chat.completions.create(model="assistant", messages=MESSAGES, extra_headers={header: value})
             assert refused.value.param == header
+
+
+# ── completions ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_plain_completion_and_its_stream_agree(client: openai.OpenAI, account: Account) -> None:
+    """Protects completions: same text, end and usage streamed and whole, a row of its own surface, and no chat template."""
+    whole = client.completions.create(model="assistant", prompt="river", max_tokens=20, seed=5)
+    stream = client.completions.create(
+        model="assistant", prompt=["river"], max_tokens=20, seed=5, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert whole.object == chunks[0].object == "text_completion" and len({chunk.id for chunk in chunks}) == 1
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text != ""
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert reasons == [None] * (len(reasons) - 1) + [whole.choices[0].finish_reason]
+    assert whole.usage is not None and chunks[-1].usage is not None and chunks[-1].choices == []
+    assert chunks[-1].usage.to_dict() == whole.usage.to_dict()
+    chat = client.chat.completions.create(model="assistant", messages=MESSAGES, max_tokens=20)
+    assert chat.usage is not None and chat.usage.prompt_tokens > whole.usage.prompt_tokens
+    assert sum(row["requests"] for row in account.usage()) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"prompt": ""}, "invalid_request", "prompt"),
+        ({"prompt": ["a", "b"]}, "invalid_request", "prompt"),
+        ({"prompt": [1, 2]}, "invalid_request", "prompt"),
+        ({"logprobs": 6}, "invalid_request", "logprobs"),
+        ({"echo": True}, "unsupported_field", "echo"),
+        ({"best_of": 2}, "unsupported_field", "best_of"),
+        ({"suffix": "x"}, "unsupported_field", "suffix"),
+        ({"max_tokens": 2_147_483_647}, "invalid_request", "max_tokens"),
+    ],
+)
+def test_a_bad_completion_names_its_parameter(client: openai.OpenAI, fields: dict[str, Any], code: str, param: str) -> None:
+    """Protects that nothing is dropped silently on this surface either."""
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(**{"model": "assistant", "prompt": "river", **fields})
+    assert (refused.value.code, refused.value.param) == (code, param)

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from weir import errors
 from weir.api.generations import MESSAGES_MAX, OUTPUT_TOKENS_MAX, SAMPLING_FIELDS, messages_of, sampling_of
+from weir.api.openai.chunked import ChunkOptions
 from weir.api.openai.functions import (
     CALLS_MAX,
     FUNCTION_FIELDS,
@@ -57,16 +56,7 @@ MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "refu
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")
 
 
-class ChatOptions(msgspec.Struct, frozen=True):
-    """What only this surface needs: whether the stream ends with a usage chunk, which name bounded the output, and the form."""
-
-    include_usage: bool = False
-    bound_name: str = "max_completion_tokens"
-    choices: int = 1
-    has_logprobs: bool = False
-
-
-def parse_chat(document: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> tuple[InferenceRequest, ChatOptions]:
+def parse_chat(document: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> tuple[InferenceRequest, ChunkOptions]:
     """A chat completion's body and Weir's headers. Raises InvalidRequest, UnsupportedField or ConflictingFields."""
     fields = Fields(document)
     fields.refuse_unknown(FIELDS)
@@ -86,7 +76,9 @@ def parse_chat(document: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> t
         request_id=key_of(headers),
         demands=demands,
     )
-    options = ChatOptions(include_usage(fields, stream), _bound_name(fields), demands.choices, demands.top_logprobs is not None)
+    options = ChunkOptions(
+        include_usage(fields, stream), _bound_name(fields), demands.choices, demands.top_logprobs is not None
+    )
     return request, options
 
 
