@@ -82,6 +82,16 @@ $(STAMPS)/signing-tool: requirements/signing-tool.txt $(STAMPS)/uv
 	@$(BIN)/uv pip install --quiet --python $(SIGNING_TOOL)/bin/python --require-hashes -r requirements/signing-tool.txt
 	@touch $@
 
+.PHONY: node-sdks
+node-sdks: $(if $(shell command -v npm),$(STAMPS)/node-sdks) ## The official Node SDKs, which tests run where Node is present
+	$(if $(filter node-sdks,$(MAKECMDGOALS)),@echo "ready: $(if $(shell command -v npm),.venv/node-sdks,no npm here)",@:)
+
+$(STAMPS)/node-sdks: requirements/node/package-lock.json $(STAMPS)/uv
+	$(call say,Node SDKs)
+	@mkdir -p .venv/node-sdks && cp requirements/node/package*.json .venv/node-sdks
+	@cd .venv/node-sdks && npm ci --silent --no-audit --no-fund
+	@touch $@
+
 CLUSTERS := /etc/postgresql-common/createcluster.conf
 
 # Tests start servers of their own, so that the package's default cluster is neither made nor started. Without the programs `setup`
@@ -123,7 +133,7 @@ docs: setup ## Write the generated pages, and follow every link
 ##@ Test
 
 .PHONY: test
-test: postgres check models signing-tool ## Everything that CI runs
+test: postgres check models signing-tool node-sdks ## Everything that CI runs
 	$(call say,links)
 	@$(BIN)/python tools/check_links.py
 	$(call say,tests in parallel; every branch of the core)
@@ -148,13 +158,13 @@ sim: setup ## The simulated cell; SEED=n repeats one world
 	@WEIR_SEED=$(SEED) $(PYTEST) -m "not slow" tests/simulation
 
 .PHONY: e2e
-e2e: postgres setup models ## Real processes over HTTP
+e2e: postgres setup models node-sdks ## Real processes over HTTP
 	@$(PYTEST) -m "not slow" tests/e2e
 
 ROUNDS ?= 3
 
 .PHONY: soak
-soak: postgres setup models signing-tool ## Full sizes: ROUNDS runs of `make test`, fresh examples, the long tests; names what failed
+soak: postgres setup models signing-tool node-sdks ## Full sizes: ROUNDS runs of `make test`, fresh examples, the long tests; names what failed
 	@failed=; \
 	for round in $$(seq $(ROUNDS)); do \
 	  echo "── round $$round of $(ROUNDS)"; $(MAKE) test || failed="$$failed round-$$round"; \
@@ -171,7 +181,11 @@ soak: postgres setup models signing-tool ## Full sizes: ROUNDS runs of `make tes
 .PHONY: bench
 bench: $(if $(ARGS),,postgres) setup bench-programs ## CPU per request and chunk beside nginx; ARGS="--only weir,chunks" or "--profile"
 	@PATH="$$PATH:/usr/sbin" $(BIN)/python -m benchmarks.gateway $(ARGS)
-	$(if $(ARGS),,@$(MAKE) bench-ledger bench-coordinator bench-decisions bench-scheduling)
+	$(if $(ARGS),,@$(MAKE) bench-surfaces bench-ledger bench-coordinator bench-decisions bench-scheduling)
+
+.PHONY: bench-surfaces
+bench-surfaces: setup bench-programs ## CPU per request and chunk of each surface, beside the native one
+	@PATH="$$PATH:/usr/sbin" $(BIN)/python -m benchmarks.surfaces
 
 .PHONY: bench-ledger
 bench-ledger: postgres setup bench-programs ## Lifecycles a second and CPU of both ledgers, and what they add to the first token

@@ -39,10 +39,15 @@ static void start(conn*c){ c->t0=now_ns(); if(c->fd<0&&dial(c)){err_conn++;finis
   ssize_t k=send(c->fd,req,reql,MSG_NOSIGNAL); if(k!=(ssize_t)reql){ err_conn++; hang(c); finished++; c->st=IDLE; fr[nf++]=c; } }
 static void fin(conn*c,int e){ finished++; c->st=IDLE; if(e==2)aborted++; else if(e){err_conn++;} else { lastst=c->status; if(c->status!=200)err_status++; else if(stream&&((!anyc&&c->events!=exp_ev)||!c->done)){err_count++;badn=c->events;} else if(stream&&(c->bad||c->seq!=ntok))err_seq++; else {ok++; rec(&hA,(now-c->t0)/1000);} }
   tot_ev+=c->events; tot_bytes+=c->bytes; if(e||c->closeit) hang(c); fr[nf++]=c; }
+// Surfaces by path. A line with one of the marks near its start ends a stream; responses tell the whole text again, which is skipped.
+typedef struct { const char*path,*text,*ends[2]; } surface;
+static const surface S[]={{"/v1/generations",NULL,{"\"status\":\"completed\"",NULL}},{"/v1/responses","output_text.delta",{"\"response.completed\"","\"response.incomplete\""}},{"/v1/messages",NULL,{"\"message_stop\"",NULL}},{NULL,NULL,{"[DONE]",NULL}}}; static const surface*su;
+static int near(const char*s,size_t n,const char*m){ return m&&memmem(s,n<160?n:160,m,strlen(m))!=NULL; }
 static void line(conn*c,const char*s,size_t n){ if(n&&s[n-1]=='\r')n--; if(n<5||memcmp(s,"data:",5))return; c->events++; int any=0;
+  if(!su->text||near(s,n,su->text))
   for(const char*q=s,*z=s+n;(q=memchr(q,'~',z-q));q++){ any=1; tot_tok++; if(!c->tfirst){c->tfirst=now;rec(&hT,(now-c->t0)/1000);} int v=atoi(q+1); if(v!=c->seq)c->bad=1; c->seq=v+1; const char*at=memchr(q,'@',z-q); if(at){ int64_t ts=strtoll(at+1,NULL,10); rec(&hL,(int64_t)(now/1000)-ts);} }
   if(any) return;
-  if(memmem(s,n<24?n:24,"[DONE]",6))c->done=1; }
+  if(near(s,n,su->ends[0])||near(s,n,su->ends[1]))c->done=1; }
 static void body(conn*c,const char*s,size_t n){ c->bytes+=n; if(!stream){ if(!c->tfirst){c->tfirst=now;rec(&hT,(now-c->t0)/1000);} return; }
   while(n){ const char*e=memchr(s,'\n',n); if(!e){ if(c->ll+n<sizeof c->line){memcpy(c->line+c->ll,s,n);c->ll+=n;} return; }
    size_t k=e-s; if(c->ll){ if(c->ll+k<sizeof c->line)memcpy(c->line+c->ll,s,k); line(c,c->line,c->ll+k); c->ll=0; } else line(c,s,k); s+=k+1;n-=k+1; } }
@@ -60,8 +65,12 @@ static int feed(conn*c,const char*s,size_t n){ while(n){ switch(c->st){
   default: return 0; } } return 0; }
 int main(int ac,char**av){ signal(SIGPIPE,SIG_IGN); srand48(42); int port=9000,c=1,o; double rate=0,T=30; char hdrs[4096]="",*path="/v1/chat/completions",*model="m"; int pb=200,nou=0;
  while((o=getopt(ac,av,"p:k:c:n:r:N:sT:H:u:m:b:X:UPA"))>0) switch(o){case 'p':port=atoi(optarg);break;case 'k':strcat(hdrs,"Authorization: Bearer ");strcat(hdrs,optarg);strcat(hdrs,"\r\n");break;case 'c':c=atoi(optarg);break;case 'n':R=atol(optarg);break;case 'r':rate=atof(optarg);break;case 'N':ntok=atoi(optarg);break;case 's':stream=1;break;case 'T':T=atof(optarg);break;case 'H':strcat(hdrs,optarg);strcat(hdrs,"\r\n");break;case 'u':path=optarg;break;case 'm':model=optarg;break;case 'b':pb=atoi(optarg);break;case 'X':xab=atof(optarg);break;case 'U':nou=1;break;case 'P':poi=1;break;case 'A':anyc=1;break;}
- char*pr=malloc(pb+1); memset(pr,'x',pb); for(int i=5;i<pb;i+=6)pr[i]=' '; pr[pb]=0; char*bd; int bl; int chat=strstr(path,"/chat/")!=NULL; char pt[64]; exp_ev=ntok+2+(nou?0:1);
- if(chat) bl=asprintf(&bd,"{\"model\":\"%s\",\"messages\":[{\"role\":\"user\",\"content\":\"%s\"}],\"max_tokens\":%d,\"temperature\":0.7,\"stream\":%s%s}",model,pr,ntok,stream?"true":"false",stream&&!nou?",\"stream_options\":{\"include_usage\":true}":"");
+ char*pr=malloc(pb+1); memset(pr,'x',pb); for(int i=5;i<pb;i+=6)pr[i]=' '; pr[pb]=0; char*bd; int bl; int chat=strstr(path,"/chat/")!=NULL; for(su=S;su->path&&strcmp(su->path,path);)su++; exp_ev=ntok+2+(nou?0:1);
+ const char*sf=stream?"true":"false";
+ if(su==&S[0]) bl=asprintf(&bd,"{\"model_alias\":\"%s\",\"input\":\"%s\",\"max_output_tokens\":%d,\"temperature\":0.7,\"stream\":%s}",model,pr,ntok,sf);
+ else if(su==&S[1]) bl=asprintf(&bd,"{\"model\":\"%s\",\"input\":\"%s\",\"max_output_tokens\":%d,\"temperature\":0.7,\"stream\":%s}",model,pr,ntok,sf);
+ else if(su==&S[2]) bl=asprintf(&bd,"{\"model\":\"%s\",\"messages\":[{\"role\":\"user\",\"content\":\"%s\"}],\"max_tokens\":%d,\"temperature\":0.7,\"stream\":%s}",model,pr,ntok,sf);
+ else if(chat) bl=asprintf(&bd,"{\"model\":\"%s\",\"messages\":[{\"role\":\"user\",\"content\":\"%s\"}],\"max_tokens\":%d,\"temperature\":0.7,\"stream\":%s%s}",model,pr,ntok,stream?"true":"false",stream&&!nou?",\"stream_options\":{\"include_usage\":true}":"");
  else bl=asprintf(&bd,"{\"model\":\"%s\",\"prompt\":\"%s\",\"max_tokens\":%d,\"temperature\":0.7,\"stream\":%s%s}",model,pr,ntok,stream?"true":"false",stream&&!nou?",\"stream_options\":{\"include_usage\":true}":"");
  reql=asprintf(&req,"POST %s HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nContent-Type: application/json\r\nAccept: */*\r\n%sContent-Length: %d\r\n\r\n%s",path,port,hdrs,bl,bd);
  A.sin_family=AF_INET;A.sin_port=htons(port);A.sin_addr.s_addr=htonl(INADDR_LOOPBACK); ep=epoll_create1(0); cs=calloc(c,sizeof*cs); fr=calloc(c+1,sizeof*fr); for(int i=0;i<c;i++){cs[i].fd=-1;cs[i].idx=i;} for(int i=c-1;i>=0;i--)fr[nf++]=&cs[i];

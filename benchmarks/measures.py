@@ -15,7 +15,6 @@ from benchmarks.programs import BUILD, LOAD_CORE, Gateway, call, cpu_ns
 
 Figures = Mapping[str, float]
 
-CHAT_PATH = "/v1/chat/completions"
 REQUESTS_MAX = 1_000_000_000  # runs are bounded by time
 ANSWER_TOKENS, STREAM_TOKENS, STREAMS = 16, 300, 100
 OFFERED_CHUNKS_PER_S = 30_000
@@ -90,7 +89,7 @@ def take(measure: Measure, gateway: Gateway, engine_port: int) -> Figures:
 def _load(measure: Measure, gateway: Gateway) -> dict[str, Any]:
     """The generator's own account of one run."""
     command = ["taskset", "-c", str(LOAD_CORE), str(BUILD / "load"), "-p", str(gateway.port), "-m", gateway.model]
-    command += ["-u", CHAT_PATH, "-n", str(REQUESTS_MAX), "-T", str(measure.seconds), *measure.load]
+    command += ["-u", gateway.path, "-n", str(REQUESTS_MAX), "-T", str(measure.seconds), *measure.load]
     if gateway.api_key:
         command += ["-k", gateway.api_key]
     ended = subprocess.run(command, capture_output=True, check=True, text=True, timeout=measure.seconds + 30)

@@ -33,13 +33,14 @@ TENANT, APPLICATION, ALIAS = "bench", "bench", "assistant"
 
 @dataclass(frozen=True)
 class Gateway:
-    """What requests are sent to. pid: the process whose tree is measured, None for the engine alone."""
+    """What requests are sent to, and at which path. pid: the process whose tree is measured, None for the engine alone."""
 
     name: str
     port: int
     model: str = "m"
     api_key: str | None = None
     pid: int | None = None
+    path: str = "/v1/chat/completions"
 
 
 class Program:
