@@ -1,18 +1,29 @@
 """Configuration: frozen sections, one per consumer, and the only reader of files and environment.
 
-A TOML file (`--config weir.toml`) has one table per section below, and one per name of `pools`. An unknown key, a wrong type or
-a value out of its range refuses to start, naming the path and what is accepted. What operators change while it runs (tenants,
-limits, prices) is not here.
+A TOML file (`--config weir.toml`) has one table per section below, and one per name of `pools` and `issuers`. An unknown key, a
+wrong type or a value out of its range refuses to start, naming the path and what is accepted. What operators change while it
+runs (tenants, limits, prices) is not here.
 """
 
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from weir import errors
+from weir.core.issuers import (
+    ALGORITHMS,
+    ISSUERS_MAX,
+    RULE_CLAIMS_MAX,
+    RULES_MAX,
+    ClaimValue,
+    Issuer,
+    is_claim,
+    is_issuer_url,
+    is_key_url,
+)
 from weir.core.scheduling.queues import QueueBounds
 from weir.core.tenancy import ServiceClass
 from weir.units import Bytes, Millis, Tokens
@@ -38,6 +49,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "backlog_percent": (1, 1_000),
     "batch_share_percent": (1, 99),
     "concurrency_min_percent": (1, 100),
+    "leeway_ms": (0, 300_000),
 }
 """Accepted ranges by key; a key ending in _ms takes 1 ms … 1 day, _bytes 1 byte … 64 GiB, others 1 … 2^31."""
 
@@ -54,6 +66,15 @@ _TEXTS = {
     "tenant": "a tenant's name",
     "urls": "an array of URLs, each once",
     "service_classes": f"an array of {' or '.join(ServiceClass)}, each once",
+    "issuers.url": "an https URL without a query, another than every other issuer's; http for 127.0.0.1, [::1] and localhost",
+    "jwks_url": "an https URL; http where the issuer's is",
+    "audiences": "an array of texts, each once",
+    "algorithms": f"an array of {', '.join(ALGORITHMS)}, each once",
+    "rules": f"an array of 1 to {RULES_MAX} tables",
+    "claims": f"a table of 1 to {RULE_CLAIMS_MAX} names with a text, a whole number, true or false each",
+    "application": "an application's name",
+    "keys_refresh_ms": "at most keys_valid_ms",
+    "keys_cool_down_ms": "at most keys_refresh_ms",
 }
 """What a key that takes text, or several, accepts. Such a value is not quoted: it may hold a password."""
 
@@ -194,6 +215,7 @@ class WeirConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     pool: PoolConfig = field(default_factory=PoolConfig)
     pools: Mapping[str, FurtherPoolConfig] = field(default_factory=dict)
+    issuers: Mapping[str, Issuer] = field(default_factory=dict)
     store: StoreConfig = field(default_factory=StoreConfig)
     link: LinkConfig = field(default_factory=LinkConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -207,7 +229,9 @@ def load_config(path: Path | None) -> WeirConfig:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
         raise errors.InvalidRequest(f"{path}: {fault}", members={"field": str(path)}) from fault
-    return _section(WeirConfig, tables, "")
+    config = _section(WeirConfig, tables, "")
+    _check_issuers(config.issuers)
+    return config
 
 
 def _section(cls: type[Section], table: dict[str, Any], path: str) -> Section:
@@ -221,10 +245,15 @@ def _section(cls: type[Section], table: dict[str, Any], path: str) -> Section:
             raise _refuse(where, f"one of {', '.join(known)}", "is unknown")
         if is_dataclass(types[key]):
             values[key] = _section(types[key], _table(where, value), f"{where}.")
+        elif types[key] == Mapping[str, ClaimValue]:
+            values[key] = _claims(where, value)
         elif get_origin(types[key]) is Mapping:
             values[key] = _named_sections(get_args(types[key])[1], _table(where, value), f"{where}.")
         else:
             values[key] = _value(where, key, types[key], value)
+    for needed in fields(cls):
+        if needed.name not in values and needed.default is MISSING and needed.default_factory is MISSING:
+            raise _refuse(f"{path}{needed.name}", _text(f"{path}{needed.name}", needed.name), "is missing")
     return cls(**values)
 
 
@@ -243,16 +272,37 @@ def _value(where: str, key: str, kind: Any, value: Any) -> Any:
         if not isinstance(value, bool):
             raise _refuse(where, "true or false", f"is {value!r}")
         return value
-    if kind == str | None:
+    if kind in (str, str | None):
         if not isinstance(value, str) or not value:
-            raise _refuse(where, _TEXTS[key], "is not one")
+            raise _refuse(where, _text(where, key), "is not one")
         return value
     if get_origin(kind) is tuple:
-        return _texts(where, key, get_args(kind)[0], value)
+        inner = get_args(kind)[0]
+        return _texts(where, key, inner, value) if issubclass(inner, str) else _sections(where, key, inner, value)
     low, high = _bounds_of(key)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise _refuse(where, f"a whole number from {low} to {high}", f"is {value!r}")
     return value
+
+
+def _text(where: str, key: str) -> str:
+    """What a key that takes text accepts; one name means another thing in another section."""
+    return _TEXTS.get(f"{where.partition('.')[0]}.{key}") or _TEXTS[key]
+
+
+def _sections(where: str, key: str, cls: type[Any], value: Any) -> tuple[Any, ...]:
+    """The tables of an array, each named by its place."""
+    if not isinstance(value, list) or not value:
+        raise _refuse(where, _TEXTS[key], "is not one")
+    tables = [(f"{where}.{place}", table) for place, table in enumerate(value, 1)]
+    return tuple(_section(cls, _table(path, table), f"{path}.") for path, table in tables)
+
+
+def _claims(where: str, value: Any) -> dict[str, ClaimValue]:
+    claims = _table(where, value)
+    if not 1 <= len(claims) <= RULE_CLAIMS_MAX or not all(is_claim(name, wanted) for name, wanted in claims.items()):
+        raise _refuse(where, _TEXTS["claims"], "is not one")
+    return claims
 
 
 def _texts(where: str, key: str, kind: type[str], value: Any) -> tuple[str, ...]:
@@ -263,6 +313,26 @@ def _texts(where: str, key: str, kind: type[str], value: Any) -> tuple[str, ...]
     if not texts or len(set(texts)) < len(texts) or list(texts) != value or "" in texts:
         raise _refuse(where, _TEXTS[key], "is not one")
     return texts
+
+
+def _check_issuers(issuers: Mapping[str, Issuer]) -> None:
+    """What one value alone does not show. Raises InvalidRequest."""
+    if len(issuers) > ISSUERS_MAX:
+        raise _refuse("issuers", f"at most {ISSUERS_MAX} tables", "has more")
+    urls = [issuer.url for issuer in issuers.values()]
+    for name, issuer in issuers.items():
+        keys_url = issuer.jwks_url or issuer.url
+        right = {
+            "url": is_issuer_url(issuer.url) and urls.count(issuer.url) == 1,
+            "jwks_url": is_key_url(keys_url) and (keys_url.startswith("https:") or issuer.url.startswith("http:")),
+            "algorithms": set(issuer.algorithms) <= set(ALGORITHMS),
+            "rules": len(issuer.rules) <= RULES_MAX,
+            "keys_refresh_ms": issuer.keys_refresh_ms <= issuer.keys_valid_ms,
+            "keys_cool_down_ms": issuer.keys_cool_down_ms <= issuer.keys_refresh_ms,
+        }
+        for key, is_right in right.items():
+            if not is_right:
+                raise _refuse(f"issuers.{name}.{key}", _text("issuers.", key), "does not fit")
 
 
 def _bounds_of(key: str) -> tuple[float, float]:

@@ -9,7 +9,7 @@
     │   ├── DeadlineInfeasible           400 deadline_infeasible    field, accepted, deadline_ms
     │   ├── ExceedsLimitCapacity         400 exceeds_limit_capacity limit, scope, needed, capacity
     │   ├── RequestTooLarge              413 request_too_large      limit_bytes
-    │   ├── Unauthenticated              401 unauthenticated
+    │   ├── Unauthenticated              401 unauthenticated        reason
     │   ├── Forbidden                    403 forbidden
     │   ├── Revoked                      403 revoked
     │   ├── UnknownAlias                 404 unknown_alias
@@ -34,6 +34,7 @@
     │   ├── DeadlineUnmeetableNow        503 deadline_unmeetable_now
     │   ├── NoCapacity                   503 no_capacity
     │   ├── SnapshotExpired              503 snapshot_expired
+    │   ├── IssuerUnavailable            503 issuer_unavailable
     │   └── Draining                     503 draining
     ├── EngineFault                      a replica failed us
     │   ├── EngineError                  502 engine_error
@@ -125,7 +126,9 @@ class RequestTooLarge(CallerFault):
 
 
 class Unauthenticated(CallerFault):
-    code, http_status, title = "unauthenticated", 401, "A valid API key is needed"
+    """reason (a `TokenFlaw`): of a token."""
+
+    code, http_status, title = "unauthenticated", 401, "A valid credential is needed"
 
 
 class Forbidden(CallerFault):
@@ -239,6 +242,10 @@ class NoCapacity(Rejected):
 
 class SnapshotExpired(Rejected):
     code, http_status, title = "snapshot_expired", 503, "The approved configuration is too old to admit on"
+
+
+class IssuerUnavailable(Rejected):
+    code, http_status, title = "issuer_unavailable", 503, "The keys of the token's issuer cannot be had now"
 
 
 class Draining(Rejected):

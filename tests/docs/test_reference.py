@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from weir.api.wire import members_of
 from weir.cli.main import ENTRIES, command_line
 from weir.config import FurtherPoolConfig, WeirConfig, load_config
 from weir.core.endings import Availability, EndingRule, FinishReason, ending
+from weir.core.issuers import ALGORITHMS, Issuer, SignInRule, TokenFlaw
 from weir.core.ledger.book import Book
 from weir.core.metering import Worst
 from weir.core.registry.arguments import ACCEPTED
@@ -52,36 +53,74 @@ NO_CLIENTS = (
 # ── configuration ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+ISSUER = Issuer("https://login", ("weir",), (SignInRule({"sub": "robot"}, "acme", "assistant"),))
+NAMED: dict[str, Any] = {"pools": FurtherPoolConfig(), "issuers": ISSUER}
+"""Sections of which there are several; NAME stands for theirs."""
+
 UNSET = {"pool.input_tokens_max": "none", "pools.NAME.concurrency": "as pool"}
 """What the page calls the absence of a value, where that is not what it says of other keys."""
 
 
 def settings() -> dict[str, Any]:
-    """Every key with its default; NAME stands for a further pool's."""
+    """Every key with its default, MISSING for one that has none."""
     config = WeirConfig()
-    sections = {section.name: getattr(config, section.name) for section in fields(config)}
-    sections = {"pools.NAME" if name == "pools" else name: section or FurtherPoolConfig() for name, section in sections.items()}
-    return {f"{name}.{key.name}": getattr(section, key.name) for name, section in sections.items() for key in fields(section)}
+    sections = {name: NAMED.get(name, getattr(config, name)) for name in (section.name for section in fields(config))}
+    return {
+        f"{name}{'.NAME' if name in NAMED else ''}.{key.name}": MISSING
+        if key.default is MISSING and key.default_factory is MISSING
+        else getattr(section, key.name)
+        for name, section in sections.items()
+        for key in fields(section)
+    }
 
 
 def test_every_setting_is_documented_with_its_default() -> None:
     """Protects operators: the page has each key once, and its default is the one in force."""
     documented = {name_in(row[0]): row[1] for row in table(CONFIGURATION, "key")}
     assert column(CONFIGURATION, "key") == list(settings())
+    assert column(CONFIGURATION, "key of a rule") == [key.name for key in fields(SignInRule)]
     for key, default in settings().items():
+        if default is MISSING:
+            assert documented[key] == "needed"
+            continue
         shown = UNSET.get(key, "kind" if key.startswith("pool.") else "none")
         assert documented[key] == (shown if default is None else msgspec.json.encode(default).decode())
+
+
+def needed_beside(name: str) -> dict[str, str]:
+    """What an issuer needs beside one key, with ages that leave that key its whole range."""
+    usual = {
+        "url": '"https://login"',
+        "audiences": '["weir"]',
+        "rules": '[{ claims = { sub = "robot" }, tenant = "acme", application = "assistant" }]',
+        "keys_valid_ms": "86400000",
+        "keys_refresh_ms": "86400000" if name == "keys_cool_down_ms" else "1",
+        "keys_cool_down_ms": "1",
+    }
+    return {other: value for other, value in usual.items() if other != name}
 
 
 def accepts(path: Path, key: str, value: str) -> bool:
     """Whether a configuration with this one key is accepted."""
     section, _, name = key.rpartition(".")
-    path.write_text(f"[{section}]\n{name} = {value}\n", encoding="utf-8")
+    beside = needed_beside(name) if section == "issuers.NAME" else {}
+    lines = [f"{other} = {usual}" for other, usual in beside.items()]
+    path.write_text("\n".join([f"[{section}]", *lines, f"{name} = {value}", ""]), encoding="utf-8")
     try:
         load_config(path)
     except errors.InvalidRequest:
         return False
     return True
+
+
+OF_ISSUERS = {
+    "an https URL": (['"https://a/b"', '"http://127.0.0.1:8000"'], ['"http://a"', '"a"']),
+    "a URL of keys": (['"https://a/b?c"'], ['"http://127.0.0.1/keys"', '"a"']),
+    "texts": (['["a", "b"]'], ['"a"', '["a", "a"]']),
+    "algorithms": ([f"{list(ALGORITHMS)}"], ['"RS256"', '["none"]', '["HS256"]', '["RS256", "RS256"]']),
+    "tables": (['[{ claims = { a = "b", c = 1, d = true }, tenant = "t", application = "a" }]'], ["[{}]", "{}"]),
+}
+"""What ranges of issuers that are no numbers accept, and what they do not."""
 
 
 @pytest.mark.parametrize("row", table(CONFIGURATION, "key"), ids=column(CONFIGURATION, "key"))
@@ -95,6 +134,11 @@ def test_the_documented_range_is_accepted_and_nothing_beyond(tmp_path: Path, row
     if row[3] in ("true or false", "a path", "a PostgreSQL URL", "a tenant's name", "HOST:PORT"):
         assert accepts(path, key, "true" if row[3] == "true or false" else '"file"')
         assert not accepts(path, key, "1")
+        return
+    if row[3] in OF_ISSUERS:
+        right, wrong = OF_ISSUERS[row[3]]
+        assert all(accepts(path, key, value) for value in right)
+        assert not any(accepts(path, key, value) for value in (*wrong, "1", '""', "[]", "[1]"))
         return
     low, high = map(int, row[3].split(" to "))
     assert accepts(path, key, str(low))
@@ -115,6 +159,11 @@ def test_every_error_code_is_documented_with_its_status_and_advice() -> None:
         assert (row[1], row[3]) == (str(error.http_status), {None: "–", False: "false", True: "true"}[error.should_retry])
         if error.should_retry is False:
             assert row[2] == ("until its window resets" if error is errors.BudgetExhausted else "–")
+
+
+def test_every_reason_of_a_refused_token_is_documented() -> None:
+    """Protects whoever looks for why a token is refused: the table has the reasons that there are."""
+    assert column(API, "reason") == [flaw.value for flaw in TokenFlaw]
 
 
 @pytest.mark.parametrize("limit", LIMIT_NAMES)

@@ -342,6 +342,42 @@ async def test_a_limit_attaches_only_to_what_exists_and_a_key_names_its_applicat
     assert scope == Scope("acme", "assistant", key.id, "assistant")
 
 
+RULE_KEY = "oidc-0123456789ab"
+"""The id of a sign-in rule, of which control knows nothing before it is revoked."""
+
+
+async def test_a_sign_in_rule_is_limited_as_a_key_within_its_application() -> None:
+    """Protects limits by key for callers with tokens: the scope is what admission looks up, so the application is needed."""
+    desk = await Desk().with_acme()
+    scope = Scope("acme", "assistant", RULE_KEY)
+    assert await desk.commands.put_limits("ann", scope, {"concurrency": 1})
+    assert desk.published[-1].limits[scope].concurrency == 1
+    refusal = await refused(
+        desk.commands.put_limits("ann", Scope("acme", key=RULE_KEY), {"concurrency": 1}), errors.InvalidRequest
+    )
+    assert refusal.members["field"] == "application"
+    for wrong in (Scope("acme", "nothing", RULE_KEY), Scope("acme", "assistant", "oidc-0123")):
+        await refused(desk.commands.put_limits("ann", wrong, {"concurrency": 1}), errors.NotFound)
+
+
+async def test_a_sign_in_rule_is_revoked_as_a_key() -> None:
+    """Protects against a service account that leaks: its rule's callers are refused, running work included, and for good."""
+    desk = await Desk().with_acme()
+    await refused(desk.commands.revoke_key("ann", "acme", "nothing", RULE_KEY), errors.NotFound)
+    caller = desk.published[-1].principal_of("acme", "assistant", RULE_KEY)
+    assert caller is not None
+    for _ in range(2):
+        ended, _ = await desk.commands.revoke_key("ann", "acme", "assistant", RULE_KEY)
+        assert ended.revoked and ended.id == RULE_KEY
+    snapshot = desk.published[-1]
+    assert snapshot.is_revoked("acme", "assistant", RULE_KEY)
+    with pytest.raises(errors.Revoked):
+        snapshot.check_standing(caller)
+    with pytest.raises(errors.Unauthenticated):
+        snapshot.authenticate(RULE_KEY)
+    assert [entry.subject for entry in await desk.commands.audit_trail(1)] == [f"acme/assistant/{RULE_KEY}"]
+
+
 # ── conflicts and publishing ─────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from weir import errors
 from weir.config import FurtherPoolConfig, WeirConfig, environment_of_engine, load_config
+from weir.core.issuers import ISSUERS_MAX, RULE_CLAIMS_MAX, RULES_MAX, Issuer, SignInRule
 from weir.core.tenancy import ServiceClass
 
 
@@ -42,9 +44,84 @@ def test_further_pools_are_read_by_their_names(tmp_path: Path) -> None:
     assert all(isinstance(each, ServiceClass) for each in config.pools["jobs"].service_classes)
 
 
+ISSUER = """
+[issuers.corporate]
+url = "https://login.example.com"
+audiences = ["weir"]
+"""
+RULES = """
+[[issuers.corporate.rules]]
+claims = { sub = "robot" }
+tenant = "acme"
+application = "assistant"
+"""
+
+
+def test_issuers_are_read_with_their_rules_in_order(tmp_path: Path) -> None:
+    """Protects sign-in: rules stay in the order of the file, claims keep their types, and the rest has its defaults."""
+    path = tmp_path / "weir.toml"
+    second = "[[issuers.corporate.rules]]\nclaims = { admin = true, level = 3 }\ntenant = 'globex'\napplication = 'web'\n"
+    path.write_text(ISSUER + "algorithms = ['ES256']\nleeway_ms = 0\n" + RULES + second)
+    rules = SignInRule({"sub": "robot"}, "acme", "assistant"), SignInRule({"admin": True, "level": 3}, "globex", "web")
+    expected = Issuer("https://login.example.com", ("weir",), rules, algorithms=("ES256",), leeway_ms=0)
+    assert load_config(path).issuers == {"corporate": expected}
+    assert type(load_config(path).issuers["corporate"].rules[1].claims["admin"]) is bool
+
+
+def test_a_gateway_is_told_of_its_issuers_as_they_were_read(tmp_path: Path) -> None:
+    """Protects gateways in processes of their own: what a cell tells them of issuers is what its file says, types included."""
+    path = tmp_path / "weir.toml"
+    path.write_text(ISSUER + RULES.replace('"robot"', '"robot", admin = true, level = 1'))
+    config = load_config(path)
+    told = msgspec.json.decode(msgspec.json.encode(config), type=WeirConfig)
+    assert told == config and type(told.issuers["corporate"].rules[0].claims["admin"]) is bool
+
+
+def test_there_are_only_so_many_issuers_rules_and_claims(tmp_path: Path) -> None:
+    """Protects a gateway's memory and loop: each number has a bound, and is refused above it."""
+    path = tmp_path / "weir.toml"
+    issuers = [(ISSUER + RULES).replace("corporate", f"i{n}").replace("example", f"e{n}") for n in range(ISSUERS_MAX + 1)]
+    claims = ", ".join(f"claim{number} = 1" for number in range(RULE_CLAIMS_MAX + 1))
+    for field, parts in {
+        "issuers": issuers,
+        "issuers.corporate.rules": [ISSUER, *([RULES] * (RULES_MAX + 1))],
+        "issuers.corporate.rules.1.claims": [ISSUER, RULES.replace('sub = "robot"', claims)],
+    }.items():
+        path.write_text("".join(parts))
+        with pytest.raises(errors.InvalidRequest) as refused:
+            load_config(path)
+        assert refused.value.members["field"] == field
+    path.write_text("".join(issuers[:-1]))
+    assert len(load_config(path).issuers) == ISSUERS_MAX
+
+
 @pytest.mark.parametrize(
     ("text", "field", "said"),
     [
+        (RULES, "issuers.corporate.url", "is missing; accepted: an https URL"),
+        (ISSUER, "issuers.corporate.rules", "is missing; accepted: an array of 1 to 256 tables"),
+        (ISSUER + "rules = []\n", "issuers.corporate.rules", "is not one"),
+        (ISSUER + "rules = [5]\n", "issuers.corporate.rules.1", "accepted: a table"),
+        (ISSUER + "audience = 'x'\n" + RULES, "issuers.corporate.audience", "is unknown"),
+        (ISSUER + RULES + "claim = 5\n", "issuers.corporate.rules.1.claim", "is unknown; accepted: one of claims,"),
+        (ISSUER + RULES.replace("tenant", "# tenant"), "issuers.corporate.rules.1.tenant", "is missing; accepted: a tenant"),
+        (ISSUER + RULES.replace('"robot"', "1.5"), "issuers.corporate.rules.1.claims", "a text, a whole number, true or false"),
+        (ISSUER + RULES.replace('"robot"', f"'{'x' * 257}'"), "issuers.corporate.rules.1.claims", "a text, a whole number"),
+        (ISSUER + RULES.replace('"robot"', str(2**53 + 1)), "issuers.corporate.rules.1.claims", "a text, a whole number"),
+        (ISSUER + RULES.replace("sub", "s" * 257), "issuers.corporate.rules.1.claims", "a text, a whole number"),
+        (ISSUER + RULES.replace('sub = "robot"', ""), "issuers.corporate.rules.1.claims", "1 to 8 names"),
+        (ISSUER + RULES.replace("{ sub", '{ "" = 1, sub'), "issuers.corporate.rules.1.claims", "1 to 8 names"),
+        (ISSUER + RULES.replace('{ sub = "robot" }', "5"), "issuers.corporate.rules.1.claims", "a table"),
+        (ISSUER.replace("https:", "http:") + RULES, "issuers.corporate.url", "accepted: an https URL without a query"),
+        (ISSUER.replace(".com", ".com?a=b") + RULES, "issuers.corporate.url", "does not fit"),
+        (ISSUER.replace("login.", "u:p@login.") + RULES, "issuers.corporate.url", "does not fit"),
+        (ISSUER + RULES + (ISSUER + RULES).replace("corporate", "twin"), "issuers.corporate.url", "every other issuer's"),
+        (ISSUER + "jwks_url = 'http://127.0.0.1/keys'\n" + RULES, "issuers.corporate.jwks_url", "http where the issuer's is"),
+        (ISSUER + "algorithms = ['none']\n" + RULES, "issuers.corporate.algorithms", "an array of RS256,"),
+        (ISSUER + "algorithms = ['HS256']\n" + RULES, "issuers.corporate.algorithms", "an array of RS256,"),
+        (ISSUER + "leeway_ms = 300001\n" + RULES, "issuers.corporate.leeway_ms", "from 0 to 300000"),
+        (ISSUER + "keys_valid_ms = 5000\n" + RULES, "issuers.corporate.keys_refresh_ms", "at most keys_valid_ms"),
+        (ISSUER + "keys_refresh_ms = 5000\n" + RULES, "issuers.corporate.keys_cool_down_ms", "at most keys_refresh_ms"),
         ("[gatway]\n", "gatway", "'gatway' is unknown; accepted: one of gateway,"),
         ("[gateway]\nbody_wait = 5\n", "gateway.body_wait", "is unknown; accepted: one of body_bytes_max,"),
         ("gateway = 5\n", "gateway", "is not one; accepted: a table"),

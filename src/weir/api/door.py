@@ -16,6 +16,7 @@ from weir.api.generations import is_request_id
 from weir.api.wire import Headers, Rendered, id_headers, limit_headers
 from weir.core.tenancy import Principal
 from weir.gateway.pipeline import Gateway
+from weir.gateway.sign_in import SignIn
 from weir.messages import GenerationRecord, StandingView
 from weir.ports import Clock
 
@@ -31,6 +32,14 @@ class Call:
     request_id: str
     argument: str = ""
     principal: Principal | None = None
+
+    @property
+    def credential(self) -> str:
+        """What the caller presents, in whichever of the two headers; empty without one."""
+        headers = self.exchange.headers
+        bearer = headers.get(b"authorization", b"")
+        presented = bearer[7:] if bearer[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
+        return presented.decode("latin-1").strip()
 
     def take_id(self, given: Any) -> None:
         """Answer with the caller's own request id, whatever else of its request turns out to be wrong."""
@@ -65,18 +74,16 @@ class Surface(Protocol):
 
 
 class Door:
-    """What handlers of every surface do with a call, on one gateway."""
+    """What handlers of every surface do with a call, on one gateway. sign_in: API keys alone, unless another is set."""
 
     def __init__(self, gateway: Gateway, clock: Clock) -> None:
         self.gateway = gateway
         self.clock = clock
+        self.sign_in = SignIn(clock)
 
     def authenticate(self, call: Call) -> Principal:
-        """Who asks. Raises Unauthenticated, Revoked or Forbidden."""
-        headers = call.exchange.headers
-        bearer = headers.get(b"authorization", b"")
-        presented = bearer[7:] if bearer[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
-        principal = self.gateway.inbox.snapshot.authenticate(presented.decode("latin-1").strip())
+        """Who asks. Raises Unauthenticated, Revoked, IssuerUnavailable or Forbidden."""
+        principal = self.sign_in.principal_of(call.credential, self.gateway.inbox.snapshot)
         call.principal = principal
         return principal
 

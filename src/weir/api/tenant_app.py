@@ -24,7 +24,7 @@ _FAILED = "The platform failed while serving this request."
 
 
 class TenantApp:
-    """ASGI 3 application of a gateway. is_ready: whether new work is welcome (`/readyz`)."""
+    """ASGI 3 application of a gateway. is_ready: whether new work is welcome (`/readyz`). door: how callers are told apart."""
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class TenantApp:
         self._config = config
         self._is_ready = is_ready
         self._on_broken = on_broken
-        self._door = Door(gateway, clock)
-        self._native = NativeSurface(self._door)
-        self._surfaces: tuple[Surface, ...] = (self._native, OpenAISurface(self._door))
+        self.door = Door(gateway, clock)
+        self._native = NativeSurface(self.door)
+        self._surfaces: tuple[Surface, ...] = (self._native, OpenAISurface(self.door))
         self._health: dict[str, Methods] = {"/healthz": {"GET": self._healthz}, "/readyz": {"GET": self._readyz}}
         self.arriving = ArrivingBodies(config.bodies_bytes_max)
 
@@ -89,17 +89,18 @@ class TenantApp:
         if handler is None:
             allowed = sorted(methods)
             raise errors.MethodNotAllowed(f"This path takes {', '.join(allowed)}.", members={"allowed": allowed})
+        await self.door.sign_in.wait_for_keys(call.credential)
         await handler(call)
 
     # ── health ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _healthz(self, call: Call) -> None:
-        await self._door.send(call, Rendered(200, b"application/json", b'{"status":"ok"}', []), None)
+        await self.door.send(call, Rendered(200, b"application/json", b'{"status":"ok"}', []), None)
 
     async def _readyz(self, call: Call) -> None:
         ready = self._is_ready()
         body = b'{"status":"ready"}' if ready else b'{"status":"not_ready"}'
-        await self._door.send(call, Rendered(200 if ready else 503, b"application/json", body, []), None)
+        await self.door.send(call, Rendered(200 if ready else 503, b"application/json", body, []), None)
 
     # ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -110,14 +111,14 @@ class TenantApp:
         standing = None
         if not isinstance(refusal, errors.PlatformFault):  # a part is broken or stopping: ask and wait for nothing
             await call.exchange.discard_body()
-            standing = await self._door.standing(call.principal) if call.principal else None
+            standing = await self.door.standing(call.principal) if call.principal else None
         headers: Headers = []
         if isinstance(refusal, errors.MethodNotAllowed):
             headers.append((b"allow", ", ".join(refusal.members["allowed"]).encode()))
         if isinstance(refusal, errors.Unauthenticated):
             headers.append((b"www-authenticate", b"Bearer"))
         rendered = surface.refusal(refusal, self._clock.wall_ms())
-        await self._door.send(call, rendered, standing, call.request_id, headers)
+        await self.door.send(call, rendered, standing, call.request_id, headers)
 
 
 def _safe_path(path: str) -> str:

@@ -12,6 +12,7 @@ from typing import Protocol
 from weir.api.tenant_app import TenantApp
 from weir.app.engine_clients import EngineClients
 from weir.app.gateway_keeper import GatewayKeeper
+from weir.app.issuer_documents import IssuerDocuments
 from weir.app.link_sockets import LinkListener, serving_unix
 from weir.app.listeners import Listeners
 from weir.app.process_parts import ProcessParts
@@ -21,6 +22,7 @@ from weir.coordinator.coordinator import Coordinator
 from weir.gateway.inbox import Inbox
 from weir.gateway.pipeline import Gateway
 from weir.gateway.planning import Planner
+from weir.gateway.sign_in import SignIn
 from weir.link.coordinator_end import CoordinatorEnd
 from weir.link.frames import Terms
 from weir.messages import Register
@@ -78,6 +80,8 @@ class OwnFront:
         self._server: QuietServer | None = None
         process = parts.process
         self.inbox = Inbox(process.clock)
+        self._issuers = IssuerDocuments()
+        self._sign_in = SignIn(process.clock, self._issuers, process.config.issuers)
         planner = Planner(self.inbox, engines.of, parts.terms.digest_key, parts.terms.salt_key)
         config = process.config.gateway
         self._gateway = Gateway(process.clock, process.entropy, config, self.inbox, planner, process.telemetry)
@@ -95,6 +99,7 @@ class OwnFront:
         tasks.create_task(self._gateway.run())
         config = process.config.gateway
         app = TenantApp(self._gateway, process.clock, process.entropy, config, parts.is_ready, parts.on_broken)
+        app.door.sign_in = self._sign_in
         self._server = listeners.serve_tenants(tasks, app)
 
     async def wait_ready(self) -> bool:
@@ -110,6 +115,8 @@ class OwnFront:
         if self._server is not None:
             self._server.should_exit = True
         self._gateway.close()
+        await self._sign_in.aclose()
+        await self._issuers.aclose()
 
 
 class LinkedFront:

@@ -14,6 +14,7 @@ import msgspec
 from weir import errors
 from weir.api.tenant_app import TenantApp
 from weir.app.engine_clients import EngineClients
+from weir.app.issuer_documents import IssuerDocuments
 from weir.app.process_parts import Watchdog
 from weir.app.runtime import settle_garbage_collector, unless_stopped
 from weir.app.servers import (
@@ -30,6 +31,7 @@ from weir.config import WeirConfig
 from weir.gateway.inbox import Inbox
 from weir.gateway.pipeline import Gateway
 from weir.gateway.planning import Planner
+from weir.gateway.sign_in import SignIn
 from weir.link.gateway_end import Connect, GatewayEnd
 from weir.telemetry import GaugeReading, Telemetry, snapshot_gauges
 
@@ -68,6 +70,8 @@ class GatewayProcess:
         self._entropy = SystemEntropy()
         self._telemetry = Telemetry()
         self._engines = EngineClients(options.config.engine)
+        self._issuers = IssuerDocuments()
+        self._sign_in = SignIn(self._clock, self._issuers, options.config.issuers)
         self._inbox = Inbox(self._clock)
         name = f"gw-{self._entropy.token(8).hex()}"
         self._link = GatewayEnd(self._clock, options.connect, options.token, self._inbox, name)
@@ -89,6 +93,8 @@ class GatewayProcess:
             if self._refused is not None:
                 raise self._refused
         finally:
+            await self._sign_in.aclose()
+            await self._issuers.aclose()
             await self._engines.aclose()
             await asyncio.to_thread(metrics.close)
             for listener in self._options.listeners:
@@ -109,6 +115,7 @@ class GatewayProcess:
         watchdog = tasks.create_task(self._watchdog.run())
         config = within_open_files(self._options.config.gateway, raise_open_files())
         app = TenantApp(gateway, self._clock, self._entropy, config, self._is_ready, self._watchdog.fail)
+        app.door.sign_in = self._sign_in
         server = tenant_server(app, config)
         for listener in self._options.listeners:
             begin_listening(listener, config)

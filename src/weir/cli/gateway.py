@@ -19,8 +19,8 @@ from weir.cli.foreground import refusals_shown, until_signalled
 from weir.config import WeirConfig, load_config
 from weir.telemetry import configure_logs
 
-_SETTINGS_BYTES_MAX = 65_536
-"""One write to a pipe, which arrives whole."""
+_SETTINGS_BYTES_MAX = 128 * 1024 * 1024
+"""One line, usually below a kilobyte. With all the rules that issuers may have it is more than a pipe holds at once."""
 
 
 def gateway(
@@ -58,7 +58,13 @@ def gateway(
 
 def _settings_from_input() -> WeirConfig:
     """What a cell tells the gateways that it starts: its own settings, without what only it may know."""
-    return msgspec.json.decode(os.read(sys.stdin.fileno(), _SETTINGS_BYTES_MAX), type=WeirConfig)
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) < _SETTINGS_BYTES_MAX:
+        piece = os.read(sys.stdin.fileno(), _SETTINGS_BYTES_MAX - len(line))
+        if not piece:
+            break
+        line += piece
+    return msgspec.json.decode(line, type=WeirConfig)
 
 
 def _inherited(descriptor: int) -> socket.socket:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from weir import errors
+from weir.core.issuers import digest_of_rule_key, is_rule_key
 from weir.core.registry.key_ring import SigningKey
 from weir.core.registry.model import Alias, Pool, Revision
 from weir.core.registry.rollout_record import Rollout
@@ -29,10 +30,15 @@ def require_application(catalog: Catalog, tenant: str, name: str) -> Application
 
 
 def require_key(catalog: Catalog, tenant: str, application: str, key_id: str) -> ApiKey:
-    """An application's key. Raises NotFound for any of the three."""
+    """An application's key. Raises NotFound for any of the three.
+
+    The id of a sign-in rule is no row here until it is revoked: which rules there are is configuration of the gateways.
+    """
     require_application(catalog, tenant, application)
     wanted = (tenant, application, key_id)
-    matching = (key for key in catalog.keys if (key.tenant, key.application, key.id) == wanted)
+    matching = [key for key in catalog.keys if (key.tenant, key.application, key.id) == wanted]
+    if not matching and is_rule_key(key_id):
+        return ApiKey(key_id, tenant, application, digest_of_rule_key(key_id))
     return _found(matching, f"Application {application!r} of tenant {tenant!r} has no key {key_id!r}.")
 
 
@@ -85,7 +91,12 @@ def resolve_scope(catalog: Catalog, scope: Scope) -> Scope:
     """The scope as admission looks it up: a key's scope names its application too. Raises NotFound for a missing part."""
     require_tenant(catalog, scope.tenant)
     application = scope.application
-    if scope.key is not None:
+    if scope.key is not None and is_rule_key(scope.key):
+        if application is None:
+            members = {"field": "application", "accepted": "the application of the key's rule"}
+            raise errors.InvalidRequest("application must be named with the key of a sign-in rule.", members=members)
+        require_application(catalog, scope.tenant, application)
+    elif scope.key is not None:
         owned = (key for key in catalog.keys if key.tenant == scope.tenant and key.id == scope.key)
         key = _found(owned, f"Tenant {scope.tenant!r} has no key {scope.key!r}.")
         application = application or key.application

@@ -61,8 +61,19 @@ class Snapshot:
         key = self.keys.get(digest) if digest else None
         if key is None:
             raise errors.Unauthenticated("The API key is missing or unknown.")
-        application = self.applications[key.tenant, key.application]
-        principal = Principal(key.tenant, key.application, key.id, application.service_class)
+        principal = self.principal_of(key.tenant, key.application, key.id)
+        assert principal is not None
+        return principal
+
+    def principal_of(self, tenant: str, application: str, key: str) -> Principal | None:
+        """The caller whom a credential of this id stands for; None where there is no such application.
+
+        Raises Revoked, or Forbidden for a disabled tenant.
+        """
+        known = self.applications.get((tenant, application))
+        if known is None:
+            return None
+        principal = Principal(tenant, application, key, known.service_class)
         self.check_standing(principal)
         return principal
 
