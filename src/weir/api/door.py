@@ -68,7 +68,7 @@ class Surface(Protocol):
         """What serves the call's path, by method; None where there is nothing. Puts what the path names into the call."""
         ...
 
-    def refusal(self, error: errors.WeirError, now_wall_ms: int) -> Rendered:
+    def refusal(self, error: errors.WeirError, now_wall_ms: int, request_id: str) -> Rendered:
         """A refusal in this surface's shape."""
         ...
 

@@ -61,6 +61,7 @@ class HttpExchange:
         self._transport = self._connection.transport
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.query: bytes = scope["query_string"]
         self._frames_chunks = scope["http_version"] != "1.0"
         self._watcher: ClientWatcher | None = None
         self._header_lines: list[tuple[bytes, bytes]] = scope["headers"]

@@ -36,7 +36,7 @@ class NativeSurface:
         }
         return routes.get(action)
 
-    def refusal(self, error: errors.WeirError, now_wall_ms: int) -> Rendered:
+    def refusal(self, error: errors.WeirError, now_wall_ms: int, request_id: str) -> Rendered:
         """problem+json."""
         return problem(error, now_wall_ms)
 

@@ -10,6 +10,7 @@ from typing import Any
 import structlog
 
 from weir import errors
+from weir.api.anthropic.anthropic_surface import AnthropicSurface
 from weir.api.door import Call, Door, Methods, Surface
 from weir.api.exchange import ArrivingBodies, HttpExchange, Receive, Send
 from weir.api.native import NativeSurface
@@ -43,7 +44,8 @@ class TenantApp:
         self._on_broken = on_broken
         self.door = Door(gateway, clock)
         self._native = NativeSurface(self.door)
-        self._surfaces: tuple[Surface, ...] = (self._native, OpenAISurface(self.door))
+        self._anthropic = AnthropicSurface(self.door)
+        self._surfaces: tuple[Surface, ...] = (self._native, self._anthropic, OpenAISurface(self.door))
         self._health: dict[str, Methods] = {"/healthz": {"GET": self._healthz}, "/readyz": {"GET": self._readyz}}
         self.arriving = ArrivingBodies(config.bodies_bytes_max)
 
@@ -53,7 +55,7 @@ class TenantApp:
             return
         exchange = HttpExchange(scope, receive, send, self._clock, self._config, self.arriving)
         call = Call(exchange, self.new_request_id())
-        surface = next((surface for surface in self._surfaces if surface.owns(exchange.path)), self._native)
+        surface = self._surface_of(exchange)
         try:
             await self._serve(call, surface)
         except asyncio.CancelledError:  # the server's grace is over, or the cell's end came first
@@ -71,6 +73,11 @@ class TenantApp:
         return f"req-{self._entropy.token(12).hex()}"
 
     # ── routing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _surface_of(self, exchange: HttpExchange) -> Surface:
+        if self._anthropic.is_meant(exchange):
+            return self._anthropic
+        return next((surface for surface in self._surfaces if surface.owns(exchange.path)), self._native)
 
     async def _serve(self, call: Call, surface: Surface) -> None:
         try:
@@ -117,7 +124,7 @@ class TenantApp:
             headers.append((b"allow", ", ".join(refusal.members["allowed"]).encode()))
         if isinstance(refusal, errors.Unauthenticated):
             headers.append((b"www-authenticate", b"Bearer"))
-        rendered = surface.refusal(refusal, self._clock.wall_ms())
+        rendered = surface.refusal(refusal, self._clock.wall_ms(), call.request_id)
         await self.door.send(call, rendered, standing, call.request_id, headers)
 
 

@@ -273,3 +273,37 @@ def openai_error(
     """OpenAI's error shape as a plain answer."""
     body = msgspec.json.encode({"error": openai_error_body(error, now_wall_ms, extra)})
     return Rendered(error.http_status, b"application/json", body, retry_headers(error, generated=generated))
+
+
+_ANTHROPIC_TYPE = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error_body(
+    error: WeirError, now_wall_ms: Millis, request_id: str, extra: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Anthropic's error object, with our code and the error's own fields beside it; its SDK reads the code from `details`."""
+    status = error.http_status
+    shown = {
+        "type": _ANTHROPIC_TYPE.get(status, "api_error" if status >= 500 else "invalid_request_error"),
+        "message": error.detail,
+        "code": error.code,
+        "details": {"error_code": error.code},
+        **members_of(error, now_wall_ms),
+        **(extra or {}),
+    }
+    return {"type": "error", "error": shown, "request_id": request_id}
+
+
+def anthropic_error(error: WeirError, now_wall_ms: Millis, request_id: str, extra: Mapping[str, Any] | None = None) -> Rendered:
+    """Anthropic's error shape as a plain answer."""
+    body = msgspec.json.encode(anthropic_error_body(error, now_wall_ms, request_id, extra))
+    return Rendered(error.http_status, b"application/json", body, retry_headers(error))

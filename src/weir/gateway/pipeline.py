@@ -17,6 +17,7 @@ from typing import Any
 from weir import errors
 from weir.config import GatewayConfig
 from weir.core.endings import FinishReason, Status
+from weir.core.metering import InputBasis
 from weir.core.request import InferenceRequest
 from weir.core.tenancy import Principal
 from weir.gateway.client import Accepted, Answer
@@ -144,6 +145,12 @@ class Gateway:
             if not self._relays:
                 self._quiet.set()
             self.inbox.close(relay.ref)
+
+    async def count_input(self, principal: Principal, request: InferenceRequest) -> tuple[Tokens, InputBasis]:
+        """Input tokens of a request that is not made: nothing is admitted, taken or recorded. Raises what refuses a request."""
+        if (closed := self._refusal_of_state()) is not None:
+            raise closed
+        return await self._planner.count(principal, request, self._new_id("req"))
 
     def _refusal_of_state(self) -> errors.WeirError | None:
         if self.inbox.is_lost:

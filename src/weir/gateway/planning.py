@@ -4,11 +4,13 @@ Refuses what can never work (400) before anything is asked. Counting goes to a r
 time; where none can say, the upper bound is held and the engine decides. Of a prompt, the coordinator gets keyed digests only.
 """
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -20,7 +22,7 @@ from weir.core.request import InferenceRequest, Message
 from weir.core.routing.prefixes import MARKS_END_BYTES, marks_within
 from weir.core.tenancy import Principal
 from weir.gateway.inbox import Inbox
-from weir.messages import Acquire
+from weir.messages import Acquire, ReplicaAddress
 from weir.ports import Engine
 from weir.units import Bytes, Millis, Nanos, Tokens, ms_from_ns
 
@@ -28,6 +30,9 @@ EngineFor = Callable[[EngineKind], Engine]
 
 MARK_DIGEST_BYTES: Bytes = 12
 """Keyed, so that nobody can aim at a collision; a false one among a million misplaces one request."""
+COUNT_MS: Millis = 250
+COUNTS_AT_ONCE = 2
+"""Of counts that no request follows, per replica: half of what an engine is asked at once, so that requests' own find room."""
 _SEPARATOR = b"\xff"  # in no UTF-8 text
 _PIECE_CHARS = 16_384
 
@@ -57,10 +62,43 @@ class Planner:
         # Copies of a keyed state: half the cost of a one-shot digest, which also gives the interpreter's lock away each time.
         self._digest_state = hmac.new(digest_key, digestmod=hashlib.sha256)
         self._salt_state = hmac.new(salt_key, digestmod=hashlib.sha256)
+        self._gates: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def plan(self, principal: Principal, request: InferenceRequest, request_id: str) -> Plan:
         """Pin the revision, count and bound. Raises UnknownAlias, InvalidRequest or InputTooLong."""
         snapshot = self._inbox.snapshot
+        alias, revision = self._checked(principal, request, request_id)
+        counted = await self._count(self._inbox.counting_replica(revision.id, principal.tenant), revision, request)
+        basis = InputBasis.UPPER_BOUND if counted is None else InputBasis.EXACT
+        input_tokens = upper_bound_of_input(request.prompt_bytes, request.turns) if counted is None else counted
+        workload = workload_class_of(snapshot.workload_classes, principal.service_class, input_tokens)
+        max_output = _max_output(request, alias, revision, counted)
+        deadline_ms = request.deadline_ms or workload.default_deadline_ms
+        return Plan(principal, request, request_id, alias, revision, workload, input_tokens, basis, max_output, deadline_ms)
+
+    async def count(self, principal: Principal, request: InferenceRequest, request_id: str) -> tuple[Tokens, InputBasis]:
+        """Input tokens of a request that nobody makes now, and how they were counted. Raises UnknownAlias or InvalidRequest.
+
+        Bounded in number and time apart from what `plan` asks; the upper bound where it cannot be counted within that.
+        """
+        _, revision = self._checked(principal, request, request_id)
+        replica = self._inbox.counting_replica(revision.id, principal.tenant)
+        counted = None
+        if replica is not None:
+            gate = self._gates.get(replica.name)
+            if gate is None:
+                gate = self._gates[replica.name] = asyncio.Semaphore(COUNTS_AT_ONCE)
+            try:
+                async with asyncio.timeout(COUNT_MS / 1e3), gate:
+                    counted = await self._count(replica, revision, request)
+            except TimeoutError:
+                pass
+        if counted is None:
+            return upper_bound_of_input(request.prompt_bytes, request.turns), InputBasis.UPPER_BOUND
+        return counted, InputBasis.EXACT
+
+    def _checked(self, principal: Principal, request: InferenceRequest, request_id: str) -> tuple[Alias, Revision]:
+        """The caller's revision, if it serves what is asked for."""
         alias, revision = self._resolve(principal, request, request_id)
         if not revision.chat and not isinstance(request.prompt, str):
             raise errors.InvalidRequest(
@@ -72,13 +110,7 @@ class Planner:
             raise errors.UnsupportedField(
                 f"This model's engine does not serve '{field}' as asked.", members={"field": field, "accepted": accepted}
             )
-        counted = await self._count(principal.tenant, revision, request)
-        basis = InputBasis.UPPER_BOUND if counted is None else InputBasis.EXACT
-        input_tokens = upper_bound_of_input(request.prompt_bytes, request.turns) if counted is None else counted
-        workload = workload_class_of(snapshot.workload_classes, principal.service_class, input_tokens)
-        max_output = _max_output(request, alias, revision, counted)
-        deadline_ms = request.deadline_ms or workload.default_deadline_ms
-        return Plan(principal, request, request_id, alias, revision, workload, input_tokens, basis, max_output, deadline_ms)
+        return alias, revision
 
     def _resolve(self, principal: Principal, request: InferenceRequest, request_id: str) -> tuple[Alias, Revision]:
         """The caller's revision; a canary that has no ready replica for this caller leaves it to the stable one."""
@@ -88,8 +120,7 @@ class Planner:
             return snapshot.resolve(principal, request.model_alias)
         return alias, revision
 
-    async def _count(self, tenant: str, revision: Revision, request: InferenceRequest) -> Tokens | None:
-        replica = self._inbox.counting_replica(revision.id, tenant)
+    async def _count(self, replica: ReplicaAddress | None, revision: Revision, request: InferenceRequest) -> Tokens | None:
         if replica is None:
             return None
         chat = revision.chat and not request.is_plain

@@ -1,21 +1,18 @@
-"""What OpenAI's surfaces share: Weir's headers, fields that change nothing, usage, errors of a generation, models."""
+"""What OpenAI's surfaces share: fields that change nothing, usage, errors of a generation, models."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from weir.api.generations import (
-    ending_retry_headers,
-    error_of_record,
-    generation_body,
-    request_id_of,
-)
+from weir.api.generations import ending_retry_headers, error_of_record, generation_body
+from weir.api.weir_headers import deadline_of as deadline_of
+from weir.api.weir_headers import key_of as key_of
+from weir.api.weir_headers import session_of as session_of
 from weir.api.wire import Fields, Headers, Rendered, id_headers, limit_headers, openai_error, openai_error_body, refuse_field
 from weir.core.endings import ending
 from weir.core.output import TokenLogprob
 from weir.core.registry.model import Alias
-from weir.core.request import DEADLINE_MS_MAX
 from weir.errors import WeirError
 from weir.messages import GenerationRecord, StandingView
 from weir.units import Millis
@@ -51,38 +48,6 @@ def model_of(fields: Fields) -> str:
     if model is None:
         refuse_field("model", "the name of a model alias")
     return model
-
-
-def key_of(headers: Mapping[bytes, bytes]) -> str | None:
-    """Idempotency-Key, the request id of compatible surfaces. Raises InvalidRequest."""
-    return request_id_of(_text(headers.get(b"idempotency-key"), "Idempotency-Key"), "Idempotency-Key")
-
-
-def deadline_of(headers: Mapping[bytes, bytes]) -> Millis | None:
-    """weir-deadline-ms. Raises InvalidRequest."""
-    value = headers.get(b"weir-deadline-ms")
-    if value is None:
-        return None
-    if not value.isdigit() or len(value) > 7 or not 1 <= int(value) <= DEADLINE_MS_MAX:
-        refuse_field("weir-deadline-ms", f"a whole number from 1 to {DEADLINE_MS_MAX}")
-    return int(value)
-
-
-def session_of(headers: Mapping[bytes, bytes]) -> str | None:
-    """weir-session. Raises InvalidRequest."""
-    text = _text(headers.get(b"weir-session"), "weir-session")
-    if text is not None and not 1 <= len(text) <= 128:
-        refuse_field("weir-session", "1 to 128 characters")
-    return text
-
-
-def _text(value: bytes | None, field: str) -> str | None:
-    if value is None:
-        return None
-    try:
-        return value.decode("ascii")
-    except UnicodeDecodeError:
-        refuse_field(field, "ASCII text")
 
 
 # ── out ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -38,7 +38,7 @@ class OpenAISurface:
             return {"GET": self._model}
         return self._fixed.get(path)
 
-    def refusal(self, error: errors.WeirError, now_wall_ms: int) -> Rendered:
+    def refusal(self, error: errors.WeirError, now_wall_ms: int, request_id: str) -> Rendered:
         """OpenAI's error shape."""
         return openai_error(error, now_wall_ms)
 
