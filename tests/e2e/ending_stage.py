@@ -22,7 +22,7 @@ SETTLED_S = 10.0
 PRICE_INPUT, PRICE_OUTPUT = 200_000, 600_000  # of the demonstration, micro-dollars per million tokens
 BUDGET = 10_000_000
 
-Surface = Literal["native", "chat"]
+Surface = Literal["native", "chat", "messages"]
 Payer = Literal["tenant", "platform", "nobody"]
 _numbers = count(1)
 
@@ -102,6 +102,15 @@ class Form:
             "stream_options": {"include_usage": True} if self.stream else None,
         }
 
+    def messages(self, prompt: str) -> dict[str, Any]:
+        """The body of Anthropic's messages."""
+        return {
+            "model": "assistant",
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": self.most,
+            "stream": self.stream,
+        }
+
 
 @dataclass(frozen=True)
 class Caller:
@@ -164,8 +173,9 @@ class Stage:
         """Send one generation. form: the fields of Form; receive_bytes: the client's receive buffer."""
         prompt, asked = script if isinstance(script, str) else script.prompt(), Form(**form)
         headers, path, body = bearer(caller.secret), "/v1/generations", asked.native(prompt, request_id)
-        if asked.surface == "chat":
-            path, body = "/v1/chat/completions", asked.chat(prompt)
+        if asked.surface != "native":
+            is_chat = asked.surface == "chat"
+            path, body = ("/v1/chat/completions", asked.chat(prompt)) if is_chat else ("/v1/messages", asked.messages(prompt))
             headers |= {"idempotency-key": request_id}
             headers |= {"weir-deadline-ms": str(asked.deadline_ms)} if asked.deadline_ms else {}
         return calling(self.cell.api, path, body=body, headers=headers, receive_bytes=receive_bytes)
@@ -290,6 +300,8 @@ async def read_shown(call: Call) -> Shown:
     if await call.head() == 200 and call.headers["content-type"].startswith("text/event-stream"):
         async for _ in call.events():
             pass
+        if call.seen[0].name == "message_start":
+            return messages_stream(call.seen)
         return _native_stream(call.seen) if call.seen[0].name else _chat_stream(call.seen)
     answer = await call.answer()
     body = answer.json
@@ -301,6 +313,9 @@ async def read_shown(call: Call) -> Shown:
         choice = body["choices"][0]
         text = choice["message"]["content"]
         return Shown(answer.status, "completed", choice["finish_reason"], None, text, None, answer.headers)
+    if body.get("type") == "message":
+        text = "".join(block["text"] for block in body["content"])
+        return Shown(answer.status, "completed", MESSAGE_REASONS[body["stop_reason"]], None, text, None, answer.headers)
     code = body["code"] if "code" in body else body.get("error", {}).get("code")
     text = body.get("output", "")
     return Shown(answer.status, body["status"], body.get("finish_reason"), code, text, body.get("usage"), answer.headers)
@@ -322,6 +337,35 @@ def _chat_stream(events: list[Event]) -> Shown:
     reason = next(chunk["choices"][0]["finish_reason"] for chunk in reversed(chunks) if chunk["choices"])
     assert chunks[-1]["usage"]["total_tokens"] > 0 and chunks[-1]["choices"] == []
     return Shown(0, "completed", reason, None, _chat_text(chunks[:-1]))
+
+
+MESSAGE_REASONS = {"end_turn": "stop", "max_tokens": "length", "tool_use": "tool_calls", "refusal": "content_filter"}
+
+
+def messages_stream(events: list[Event]) -> Shown:
+    """A stream of messages, whose shape is checked: blocks follow each other, and exactly one event ends it, the last."""
+    seen = [event for event in events if event.name != "ping"]
+    assert all(event.json["type"] == event.name for event in seen)
+    assert [event.name for event in seen].count("message_start") == 1
+    assert [index for index, event in enumerate(seen) if event.name in ("message_stop", "error")] == [len(seen) - 1]
+    blocks = [event for event in seen if event.name.startswith("content_block_")]
+    open_block, begun = None, 0
+    for event in blocks:
+        index = event.json["index"]
+        if event.name == "content_block_start":
+            assert open_block is None and index == begun
+            open_block, begun = index, begun + 1
+        assert index == open_block
+        if event.name == "content_block_stop":
+            open_block = None
+    deltas = [event.json["delta"] for event in blocks if event.name == "content_block_delta"]
+    text = "".join(delta["text"] for delta in deltas if delta["type"] == "text_delta")
+    if seen[-1].name == "error":
+        return Shown(0, None, None, seen[-1].json["error"]["code"], text)
+    assert open_block is None and [event.name for event in seen[len(blocks) + 1 :]] == ["message_delta", "message_stop"]
+    told = seen[-2].json
+    assert told["usage"]["output_tokens"] >= 0
+    return Shown(0, "completed", MESSAGE_REASONS[told["delta"]["stop_reason"]], None, text)
 
 
 def _chat_text(chunks: list[dict[str, Any]]) -> str:

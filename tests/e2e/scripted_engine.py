@@ -16,7 +16,7 @@ MODEL = "scripted"
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 ECHO = "the engine quotes: "
 
-Finish = Literal["stop", "length", "stall", "cut", "reset", "error", "garbage", "unfinished"]
+Finish = Literal["stop", "length", "tool_calls", "content_filter", "stall", "cut", "reset", "error", "garbage", "unfinished"]
 
 
 class Script(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -24,7 +24,8 @@ class Script(msgspec.Struct, frozen=True, omit_defaults=True):
 
     status other than 200 refuses, quoting the prompt as real engines do. cut ends the answer in the middle of HTTP, unfinished
     ends it properly without a finish reason. hold_at: after so many tokens wait for the engine's `release`, whether or not the
-    client is still there. last_usage: the usage object of the last chunk, as it is.
+    client is still there. last_usage: the usage object of the last chunk, as it is. deltas: sent after the words, each as it is
+    and as one token.
     """
 
     tokens: int = 4
@@ -38,6 +39,7 @@ class Script(msgspec.Struct, frozen=True, omit_defaults=True):
     note: str = ""
     hold_at: int | None = None
     last_usage: dict[str, Any] | None = None
+    deltas: list[dict[str, Any]] = []
 
     def prompt(self) -> str:
         """The prompt that asks for this script."""
@@ -66,8 +68,8 @@ class _Left(Exception):
 class ScriptedEngine:
     """Context manager around the server. running, started, left: generations now, ever, and closed early by the client.
 
-    sent: tokens written so far, by the script's note. always: what it does whatever a prompt asks for. counts_input: whether it
-    has `/tokenize`.
+    sent: tokens written so far, by the script's note. always: what it does whatever a prompt asks for. asked: the body of the
+    last generation. counts_input: whether it has `/tokenize`.
     """
 
     def __init__(self, *, counts_input: bool = True) -> None:
@@ -77,6 +79,7 @@ class ScriptedEngine:
         self.left = 0
         self.sent: dict[str, int] = {}
         self.always: Script | None = None
+        self.asked: dict[str, Any] = {}
         self.port = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="scripted-engine", daemon=True)
@@ -164,7 +167,7 @@ class ScriptedEngine:
         self.running += 1
         self.started += 1
         try:
-            asked = msgspec.json.decode(body)
+            self.asked = asked = msgspec.json.decode(body)
             return await _Generation(reader, writer, asked, self.sent, self.always, self._released).run()
         except (_Left, ConnectionError):
             self.left += 1
@@ -209,6 +212,9 @@ class _Generation:
                 await self._wait(script.gap_ms)
             if number == script.hold_at:
                 await asyncio.wait_for(self._released.wait(), WAIT_S)
+        for number, delta in enumerate(script.deltas, script.tokens + 1):
+            self._chunk([{"index": 0, "delta": delta, "finish_reason": None}], number)
+            await self._wait(script.gap_ms)
         return await self._end()
 
     async def _end(self) -> bool:
@@ -230,12 +236,13 @@ class _Generation:
                 self._event(msgspec.json.encode({"error": {"type": "InternalServerError", "message": ECHO + self._prompt}}))
             case "unfinished":
                 self._event(b"[DONE]")
-            case "stop" | "length":
-                self._chunk([{"index": 0, "delta": {}, "finish_reason": script.end}], script.tokens)
+            case "stop" | "length" | "tool_calls" | "content_filter":
+                made = script.tokens + len(script.deltas)
+                self._chunk([{"index": 0, "delta": {}, "finish_reason": script.end}], made)
                 if script.last_usage is not None:
                     self._event(msgspec.json.encode({"id": "x", "choices": [], "usage": script.last_usage}))
                 elif script.counts:
-                    self._chunk([], script.tokens)
+                    self._chunk([], made)
                 self._event(b"[DONE]")
         writer.write(b"0\r\n\r\n")
         await writer.drain()

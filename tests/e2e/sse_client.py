@@ -87,9 +87,11 @@ class Call:
         return self._events
 
     async def output_begun(self) -> None:
-        """The stream has shown output: natively an `output` event, else a chunk with text."""
+        """The stream has shown output: natively an `output` event, in messages a block's, else a chunk with text."""
         async for event in self.events():
-            if event.name == "output" or (not event.name and '"content":"' in event.data and '"content":""' not in event.data):
+            if event.name in ("output", "content_block_delta") or (
+                not event.name and '"content":"' in event.data and '"content":""' not in event.data
+            ):
                 return
         raise AssertionError("the stream ended without output")
 

@@ -31,7 +31,9 @@ early_headers_ms = 500
 queue_wait_ms = 800
 drain_grace_ms = 300
 """
-ANSWERS: list[tuple[Surface, bool]] = [("native", True), ("native", False), ("chat", True), ("chat", False)]
+ANSWERS: list[tuple[Surface, bool]] = [
+    (surface, stream) for surface in ("native", "chat", "messages") for stream in (True, False)
+]
 LONG = Script(tokens=400, gap_ms=25)
 SILENT = Script(first_ms=20_000)
 BUSY = Script(tokens=400, gap_ms=200)
