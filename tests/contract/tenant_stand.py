@@ -30,6 +30,7 @@ from weir.telemetry import Telemetry
 
 KEY = format_key("0" * 12, b"k" * 32)
 BODY = {"model_alias": "assistant", "input": "x"}
+MESSAGE = {"model": "assistant", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
 CHAT = {"model": "assistant", "messages": [{"role": "user", "content": "x"}]}
 
 

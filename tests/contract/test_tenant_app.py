@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from tests.contract.tenant_stand import BODY, CHAT, KEY, TenantStand, tenant_standing
+from tests.contract.tenant_stand import BODY, CHAT, KEY, MESSAGE, TenantStand, tenant_standing
 
 from weir.config import GatewayConfig
 from weir.messages import Acquire
 
 KIBIBYTE = 1024
 CONFIG = GatewayConfig(bodies_bytes_max=256 * KIBIBYTE, body_bytes_max=200 * KIBIBYTE, body_wait_ms=5_000)
-SURFACES = [("/v1/generations", BODY), ("/v1/chat/completions", CHAT)]
+SURFACES = [("/v1/generations", BODY), ("/v1/chat/completions", CHAT), ("/v1/messages", MESSAGE)]
 HEAD = f"POST /v1/generations HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n".encode()
 WAIT_S = 10
 
@@ -98,6 +98,58 @@ async def test_a_refused_chat_is_answered_under_its_idempotency_key(stand: Tenan
     assert answer.status_code == 400 and answer.headers["x-request-id"] == answer.headers["request-id"] == "mine:1"
     answer = await stand.ask("POST", "/v1/chat/completions", body, **{"idempotency-key": "not valid"})
     assert answer.status_code == 400 and answer.headers["x-request-id"].startswith("req-")
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/messages/batches", "/v1/models/absent"])
+async def test_anthropics_refusals_have_its_shape_and_the_request_id(stand: TenantStand, path: str) -> None:
+    """Protects Anthropic's clients: whatever is refused below its paths, the body has the id that the headers have."""
+    method = "GET" if "models" in path else "POST"
+    answer = await stand.ask(method, path, None if method == "GET" else {}, **{"anthropic-version": "2023-06-01"})
+    body = answer.json()
+    assert 400 <= answer.status_code < 405 and body["type"] == "error"
+    assert body["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+    assert body["error"]["details"]["error_code"] == body["error"]["code"]
+
+
+# ── models, as Anthropic lists them ──────────────────────────────────────────────────────────────────────────────────
+
+VERSION = {"anthropic-version": "2023-06-01"}
+
+
+@pytest.mark.parametrize(
+    ("query", "names", "more"),
+    [
+        ("", ["50%", "assistant", "org/small"], False),
+        ("?limit=2", ["50%", "assistant"], True),
+        ("?limit=2&after_id=50%25", ["assistant", "org/small"], False),
+        ("?limit=1&before_id=org%2Fsmall", ["assistant"], True),
+        ("?after_id=org/small", [], False),
+    ],
+)
+async def test_models_come_in_pages(stand: TenantStand, query: str, names: list[str], more: bool) -> None:
+    """Protects Anthropic's paging; without its header the same path is OpenAI's."""
+    page = (await stand.ask("GET", f"/v1/models{query}", **VERSION)).json()
+    assert ([model["id"] for model in page["data"]], page["has_more"]) == (names, more)
+    assert (page["first_id"], page["last_id"]) == ((names[0], names[-1]) if names else (None, None))
+    assert (await stand.ask("GET", "/v1/models")).json()["object"] == "list"
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("?limit=0", "limit"),
+        ("?limit=1001", "limit"),
+        ("?limit=x", "limit"),
+        ("?limit=%C2%B2", "limit"),
+        ("?limit=", "limit"),
+        ("?lifecycle=active", "lifecycle"),
+        ("?after_id=a&before_id=b", "before_id"),
+    ],
+)
+async def test_paging_is_refused_by_name(stand: TenantStand, query: str, field: str) -> None:
+    """Protects callers from options of a list that would be ignored."""
+    answer = await stand.ask("GET", f"/v1/models{query}", **VERSION)
+    assert answer.status_code == 400 and answer.json()["error"]["field"] == field
 
 
 # ── bodies that nobody reads ─────────────────────────────────────────────────────────────────────────────────────────

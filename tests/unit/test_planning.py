@@ -1,5 +1,6 @@
 """Planning: what can never work is refused before anything is asked; salts and digests are each tenant's own."""
 
+import asyncio
 import tracemalloc
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import pytest
 
 from weir import errors
 from weir.clock import SystemClock
+from weir.core.demands import NO_DEMANDS, Demands
 from weir.core.metering import InputBasis, Price
 from weir.core.registry.model import Alias, Canary, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
@@ -16,7 +18,7 @@ from weir.core.routing.prefixes import MARKS_END_BYTES, MARKS_MAX
 from weir.core.tenancy import Application, Principal, ServiceClass, Tenant
 from weir.engines.simulated import SimulatedEngine
 from weir.gateway.inbox import Inbox
-from weir.gateway.planning import MARK_DIGEST_BYTES, Ids, Planner, acquire_of
+from weir.gateway.planning import COUNTS_AT_ONCE, MARK_DIGEST_BYTES, Ids, Planner, acquire_of
 from weir.messages import FleetView, ReplicaAddress
 
 CHAT = Revision("chat@1", EngineKind.SIMULATED, "demo", 1_000, 500, 64, Price(1, 1, 1, 1))
@@ -28,7 +30,7 @@ def _principal(tenant: str) -> Principal:
     return Principal(tenant, "app", "key", ServiceClass.INTERACTIVE)
 
 
-def _planner(*, ready: int = 1, salt_key: bytes = b"salt key") -> Planner:
+def _planner(*, ready: int = 1, salt_key: bytes = b"salt key", engine: SimulatedEngine | None = None) -> Planner:
     inbox = Inbox(SystemClock())
     tenants = {name: Tenant(name) for name in ("acme", "globex")}
     aliases = {"chat": Alias("chat", CHAT.id, 100), "base": Alias("base", BASE.id, 100)}
@@ -44,8 +46,8 @@ def _planner(*, ready: int = 1, salt_key: bytes = b"salt key") -> Planner:
     )
     both = REPLICA, msgspec.structs.replace(REPLICA, revision=BASE.id)
     inbox.deliver(FleetView(both * ready))
-    engine = SimulatedEngine()
-    return Planner(inbox, lambda kind: engine, b"digest key", salt_key)
+    asked = engine or SimulatedEngine()
+    return Planner(inbox, lambda kind: asked, b"digest key", salt_key)
 
 
 async def _prefix(
@@ -289,3 +291,54 @@ async def test_a_default_output_is_no_more_than_the_revision_gives(counts: bool)
     planner = _trying(tried, Pool("tried", tried.id, 1, 1), ready=("tried",), counts=counts)
     plan = await planner.plan(_principal("acme"), InferenceRequest("chat", "any"), "req-1")
     assert (plan.revision, plan.max_output_tokens) == (tried, 50)
+
+
+class SlowCounter(SimulatedEngine):
+    """Counts one after the other as it is let; most: how many it was asked for at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = self.most = 0
+        self.let = asyncio.Event()
+
+    async def count_input(
+        self, replica: ReplicaAddress, prompt: str | tuple[Message, ...], chat: bool, demands: Demands = NO_DEMANDS
+    ) -> int | None:
+        self.asked += 1
+        self.most = max(self.most, self.asked)
+        try:
+            await self.let.wait()
+        finally:
+            self.asked -= 1
+        return await super().count_input(replica, prompt, chat, demands)
+
+
+async def test_a_count_is_that_of_the_plan() -> None:
+    """Who asks first what a request counts as is told what its hold will be; without a ready replica, the upper bound."""
+    request = InferenceRequest("chat", (Message("user", "how long is this?"),))
+    for ready in (1, 0):
+        planner = _planner(ready=ready)
+        plan = await planner.plan(_principal("acme"), request, "req-1")
+        assert await planner.count(_principal("acme"), request, "req-1") == (plan.input_tokens, plan.input_basis)
+        assert (plan.input_basis is InputBasis.EXACT) == bool(ready)
+
+
+async def test_counts_are_refused_as_requests_are() -> None:
+    """Nobody learns by a count of an alias that he may not use."""
+    with pytest.raises(errors.UnknownAlias):
+        await _planner().count(_principal("acme"), InferenceRequest("absent", "x"), "req-1")
+    with pytest.raises(errors.InvalidRequest):
+        await _planner().count(_principal("acme"), InferenceRequest("base", (Message("user", "x"),)), "req-1")
+
+
+async def test_counts_leave_room_for_those_of_requests() -> None:
+    """Many counts at once ask a replica for few at once; those that wait too long get the upper bound, and none is stuck."""
+    engine = SlowCounter()
+    planner = _planner(engine=engine)
+    request = InferenceRequest("chat", "how long is this?")
+    async with asyncio.TaskGroup() as tasks:
+        counts = [tasks.create_task(planner.count(_principal("acme"), request, "req-1")) for _ in range(20)]
+    assert {count.result()[1] for count in counts} == {InputBasis.UPPER_BOUND}
+    assert engine.most == COUNTS_AT_ONCE
+    engine.let.set()
+    assert (await planner.count(_principal("acme"), request, "req-1"))[1] is InputBasis.EXACT
