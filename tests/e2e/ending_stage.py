@@ -349,6 +349,19 @@ def messages_stream(events: list[Event]) -> Shown:
     assert [event.name for event in seen].count("message_start") == 1
     assert [index for index, event in enumerate(seen) if event.name in ("message_stop", "error")] == [len(seen) - 1]
     blocks = [event for event in seen if event.name.startswith("content_block_")]
+    open_block = _block_left_open(blocks)
+    deltas = [event.json["delta"] for event in blocks if event.name == "content_block_delta"]
+    text = "".join(delta.get("text", "") for delta in deltas)
+    if seen[-1].name == "error":
+        return Shown(0, None, None, seen[-1].json["error"]["code"], text)
+    assert open_block is None and [event.name for event in seen[len(blocks) + 1 :]] == ["message_delta", "message_stop"]
+    told = seen[-2].json
+    assert told["usage"]["output_tokens"] >= 0
+    return Shown(0, "completed", MESSAGE_REASONS[told["delta"]["stop_reason"]], None, text)
+
+
+def _block_left_open(blocks: list[Event]) -> int | None:
+    """The block that a stream ended within; blocks must follow each other, numbered from 0."""
     open_block, begun = None, 0
     for event in blocks:
         index = event.json["index"]
@@ -358,14 +371,7 @@ def messages_stream(events: list[Event]) -> Shown:
         assert index == open_block
         if event.name == "content_block_stop":
             open_block = None
-    deltas = [event.json["delta"] for event in blocks if event.name == "content_block_delta"]
-    text = "".join(delta["text"] for delta in deltas if delta["type"] == "text_delta")
-    if seen[-1].name == "error":
-        return Shown(0, None, None, seen[-1].json["error"]["code"], text)
-    assert open_block is None and [event.name for event in seen[len(blocks) + 1 :]] == ["message_delta", "message_stop"]
-    told = seen[-2].json
-    assert told["usage"]["output_tokens"] >= 0
-    return Shown(0, "completed", MESSAGE_REASONS[told["delta"]["stop_reason"]], None, text)
+    return open_block
 
 
 def _chat_text(chunks: list[dict[str, Any]]) -> str:
