@@ -128,6 +128,7 @@ check: setup ## Format, lint, types, import rules, style
 .PHONY: docs
 docs: setup ## Write the generated pages, and follow every link
 	@$(BIN)/python tools/write_states.py
+	@$(BIN)/python tools/write_errors.py
 	@$(BIN)/python tools/check_links.py
 
 ##@ Test

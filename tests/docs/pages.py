@@ -8,6 +8,8 @@ from textwrap import dedent
 
 from tools.check_links import markdown_files
 
+from weir.api.openapi.surface_description import SurfaceDescription
+
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 _CODE = re.compile(r"`([^`\n]+)`")
@@ -58,6 +60,19 @@ def table(page: str, first_heading: str) -> list[list[str]]:
             rows.append(cells)
     assert rows, f"{page} has no table of {first_heading}"
     return rows
+
+
+def records(page: str, first_heading: str) -> list[dict[str, str]]:
+    """The same rows by their headings, which all tables of that first heading share."""
+    lines = [line.strip("|").split("|") for line in text_of(page).splitlines() if line.startswith(f"| {first_heading} |")]
+    headings = [[cell.strip() for cell in line] for line in lines]
+    assert headings and all(one == headings[0] for one in headings), f"{page} has tables of {first_heading} that differ"
+    return [dict(zip(headings[0], row, strict=True)) for row in table(page, first_heading)]
+
+
+def page_of(surface: SurfaceDescription) -> str:
+    """The page of one surface of the tenant API."""
+    return f"docs/reference/{surface.page}"
 
 
 def column(page: str, first_heading: str) -> list[str]:

@@ -8,10 +8,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from tests.docs.pages import ROOT, column, name_in, names_in, prose_of, table
+from tests.docs.pages import ROOT, column, name_in, names_in, page_of, prose_of, table
 from tests.e2e.running_cell import RunningCell
 
-API, ADMIN, METRICS = (f"docs/reference/{page}.md" for page in ("api", "admin-api", "metrics"))
+from weir.api.openapi.document import SURFACES
+from weir.api.openapi.surface_description import SurfaceDescription
+
+ADMIN, METRICS = (f"docs/reference/{page}.md" for page in ("admin-api", "metrics"))
 WAIT_S = 20
 
 
@@ -38,7 +41,10 @@ def documented_routes(page: str) -> dict[str, set[str]]:
     return routes
 
 
-@pytest.mark.parametrize(("path", "methods"), documented_routes(API).items())
+TENANT_ROUTES = {path: methods for surface in SURFACES for path, methods in documented_routes(page_of(surface)).items()}
+
+
+@pytest.mark.parametrize(("path", "methods"), TENANT_ROUTES.items())
 def test_a_documented_path_takes_exactly_its_methods(cell: RunningCell, path: str, methods: set[str]) -> None:
     """Protects clients: another method is refused with those of the page."""
     status, headers, _ = ask(cell.api, "TRACE", re.sub(r"\{\w+\}", "x", path))
@@ -46,17 +52,22 @@ def test_a_documented_path_takes_exactly_its_methods(cell: RunningCell, path: st
     assert set(headers["allow"].split(", ")) == methods
 
 
+@pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.page)
+def test_a_page_has_the_routes_of_its_part_of_the_openapi_document(surface: SurfaceDescription) -> None:
+    """Protects clients: a surface's page and its part of the served document name the same paths and methods."""
+    described = {path: {method.upper() for method in operations} for path, operations in surface.paths.items()}
+    assert documented_routes(page_of(surface)) == described
+
+
 def test_no_tenant_path_is_missing() -> None:
-    """Protects the page from a new route: every path and action in the application's source is in the table."""
-    source = (ROOT / "src/weir/api/tenant_app.py").read_text(encoding="utf-8")
-    routed = set(re.findall(r'"([\w/.]*)": \{"(?:GET|POST|PUT|PATCH|DELETE)"', source))
-    prefixes = set(re.findall(r'"(/v1/\w+/)"', source))
-    documented = documented_routes(API)
-    fixed = {path for path in documented if "{" not in path}
-    assert {path for path in routed if path.startswith("/")} == fixed
-    assert {path.partition("{")[0] for path in documented if "{" in path} == prefixes
-    actions = {path.rpartition("}")[2].lstrip("/") for path in documented if path.startswith("/v1/generations/")}
-    assert {action for action in routed if not action.startswith("/")} == actions
+    """Protects the pages from a new route: every path and action in the surfaces' sources is in a table."""
+    folder = ROOT / "src/weir/api"
+    files = [path for path in folder.rglob("*.py") if not path.name.startswith("admin") and path.parent.name != "openapi"]
+    source = "".join(path.read_text(encoding="utf-8") for path in files)
+    routed = {path.rstrip("/") for path in re.findall(r'"(/v1/[\w/]+|/\w+z|/openapi\.json)"', source)}
+    assert routed == {path.partition("{")[0].rstrip("/") for path in TENANT_ROUTES}
+    actions = set(re.findall(r'"(\w*)": \{"(?:GET|POST|PUT|PATCH|DELETE)"', source))
+    assert actions == {path.rpartition("}")[2].lstrip("/") for path in TENANT_ROUTES if "{" in path}
 
 
 def test_the_management_routes_are_those_of_the_openapi_document(cell: RunningCell) -> None:

@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 import typer
-from tests.docs.pages import ROOT, column, name_in, names_in, pages, prose_of, table
-from tools import check_links
+from tests.docs.pages import ROOT, column, name_in, names_in, page_of, pages, prose_of, records, table, text_of
+from tools import check_links, write_errors
 
 from weir import errors
-from weir.api import generations
 from weir.api.admin_tables import USAGE_FORMATS, USAGE_SUMS
-from weir.api.openai import chat_request
+from weir.api.openapi import error_guide
+from weir.api.openapi.document import SURFACES
+from weir.api.openapi.surface_description import SurfaceDescription
 from weir.api.wire import members_of
 from weir.cli.main import ENTRIES, command_line
 from weir.config import FurtherPoolConfig, WeirConfig, load_config
@@ -30,10 +31,9 @@ from weir.core.tenancy import LIMIT_NAMES, Limits, Role, Scope, scopes_of
 from weir.ports import USAGE_GROUPS
 from weir.units import Moment
 
-API, ADMIN = "docs/reference/api.md", "docs/reference/admin-api.md"
+API, ADMIN, ERRORS = "docs/reference/api.md", "docs/reference/admin-api.md", "docs/reference/errors.md"
 CONFIGURATION, CLI = "docs/reference/configuration.md", "docs/reference/cli.md"
-INTERNAL = {error.code for error in (errors.LinkFault, errors.StaleEpoch, errors.StateLocked, errors.StateUnreadable)}
-"""Errors that never leave the process."""
+INTERNAL = {error.code for error in error_guide.INTERNAL}
 
 ADMIN_OPTIONS = {"--state", "--admin", "--admin-key"}
 NO_CLIENTS = (
@@ -151,14 +151,25 @@ def test_the_documented_range_is_accepted_and_nothing_beyond(tmp_path: Path, row
 
 
 def test_every_error_code_is_documented_with_its_status_and_advice() -> None:
-    """Protects clients: the table of errors is the error tree."""
-    rows = {name_in(row[0]): row for row in table(API, "code")}
+    """Protects clients: the table of errors is the error tree, with no class of it forgotten."""
+    rows = {name_in(row["code"]): row for row in records(ERRORS, "code")}
     assert rows.keys() == errors.ERROR_BY_CODE.keys() - INTERNAL
+    assert set(column(ERRORS, "never sent")) == INTERNAL
+    families = {name_in(row["family"]): set(names_in(row["codes"])) for row in records(ERRORS, "family")}
+    assert families.keys() == {family.__name__ for family in errors.WeirError.__subclasses__()}
+    assert set().union(*families.values()) == errors.ERROR_BY_CODE.keys()
     for code, row in rows.items():
         error = errors.ERROR_BY_CODE[code]
-        assert (row[1], row[3]) == (str(error.http_status), {None: "–", False: "false", True: "true"}[error.should_retry])
+        assert row["status"] == str(error.http_status)
+        assert (row["x-should-retry"] == "false") == (error.should_retry is False)
+        assert row["Retry-After"].startswith("exact") == error.waits_exactly
         if error.should_retry is False:
-            assert row[2] == ("until its window resets" if error is errors.BudgetExhausted else "–")
+            assert row["retry"] == "no" and (row["Retry-After"] == "–" or error is errors.BudgetExhausted)
+
+
+def test_the_page_of_errors_is_current() -> None:
+    """Protects the page: it is what `make docs` writes."""
+    assert text_of(ERRORS) == write_errors.page()
 
 
 def test_every_reason_of_a_refused_token_is_documented() -> None:
@@ -176,11 +187,11 @@ def test_the_members_of_a_refused_limit_are_documented(limit: str) -> None:
         book.take(taken, scopes, worst, now)
         taken += 1
     said = set(members_of(refused, now.wall_ms))
-    rows = {name_in(row[0]): row for row in table(API, "code")}
-    documented = set(rows[refused.code][4].split(", "))
+    row = next(row for row in records(ERRORS, "code") if name_in(row["code"]) == refused.code)
+    documented = set(row["members"].split(", "))
     assert documented - said == ({"window", "resets_at"} if limit.endswith("lifetime") else set()) and said <= documented
     assert said <= set(column(API, "member"))
-    assert (rows[refused.code][2] == "–") <= (refused.retry_after_ms is None)
+    assert (row["Retry-After"] == "–") <= (refused.retry_after_ms is None)
 
 
 def retry_advice(rule: EndingRule) -> str:
@@ -207,10 +218,25 @@ def test_the_table_of_endings_is_the_codes_table() -> None:
 # ── fields and policy ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_every_field_of_a_request_is_documented() -> None:
-    """Protects clients: the body fields of both surfaces, and no others."""
-    documented = [name for row in table(API, "field") for name in names_in(row[0])]
-    assert sorted(documented) == sorted([*generations.FIELDS, *chat_request.FIELDS])
+@pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.page)
+def test_every_field_of_a_request_is_documented(surface: SurfaceDescription) -> None:
+    """Protects clients: a surface's page has the body fields of the surface, and no others."""
+    bodies = re.findall(r"'#/components/schemas/(\w+)'", str(list(request_bodies(surface))))
+    fields = [name for component in bodies for name in surface.schemas[component]["properties"]]
+    documented = [name for row in table(page_of(surface), "field") for name in names_in(row[0])] if bodies else []
+    assert sorted(documented) == sorted(fields)
+
+
+def request_bodies(surface: SurfaceDescription) -> Iterator[Any]:
+    """The bodies that the operations of a surface take."""
+    for operations in surface.paths.values():
+        yield from (operation["requestBody"] for operation in operations.values() if "requestBody" in operation)
+
+
+def test_the_entry_page_lists_every_surface() -> None:
+    """Protects newcomers: from the first page of the reference each surface's own is one step away, by the name of its tag."""
+    listed = dict(re.findall(r"^\| \[(.*?)\]\((.*?)\) \|", text_of(API), re.MULTILINE))
+    assert listed == {surface.name: surface.page for surface in SURFACES if page_of(surface) != API}
 
 
 def test_workload_classes_are_documented() -> None:

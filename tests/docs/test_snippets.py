@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.docs.pages import ROOT, Block, all_blocks, blocks_of, text_of
+from tests.docs.pages import ROOT, Block, all_blocks, blocks_of, page_of, text_of
 from tests.docs.test_reference import commands, options_of
 from tests.e2e.running_cell import RunningCell, kill_if_running
 
+from weir.api.openapi.document import SURFACES
 from weir.config import load_config
 from weir.control.bootstrap import DEMO_PRICE
 from weir.core.ledger.bucket import Bucket
@@ -33,14 +34,14 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PATH": path, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200", **more}
 
 
-def expected_after(blocks: Sequence[Block]) -> list[tuple[Block, str | None]]:
-    """Each block of commands with the output that the page shows right behind it, if it shows any."""
+def expected_after(blocks: Sequence[Block], language: str = "bash") -> list[tuple[Block, str | None]]:
+    """Each block of commands, or of Python, with the output that the page shows right behind it, if it shows any."""
     followers = [*blocks[1:], None]
     pairs = zip(blocks, followers, strict=True)
     return [
         (block, after.text if after and after.language == "text" else None)
         for block, after in pairs
-        if block.language == "bash"
+        if block.language == language
     ]
 
 
@@ -100,19 +101,21 @@ def test_the_tutorial_runs_as_it_stands(tmp_path: Path) -> None:
         assert not (tmp_path / "state" / "ready.json").exists()
 
 
-def test_the_readme_runs_as_it_stands(cell: RunningCell, tmp_path: Path) -> None:
-    """Protects the first impression: curl, the command line and the official SDK, with address and key from the environment."""
+@pytest.mark.parametrize("page", ["README.md", *map(page_of, SURFACES)])
+def test_a_page_runs_as_it_stands(cell: RunningCell, tmp_path: Path, page: str) -> None:
+    """Protects first impressions: curl, the command line and the official SDK, with address and key from the environment."""
     variables = {"WEIR_API_URL": cell.api, "WEIR_API_KEY": cell.key()}
-    session = expected_after(blocks_of("README.md"))
+    session = expected_after(blocks_of(page))
+    assert session
     printed = run_session(tmp_path, [block for block, _ in session], **variables)
     for (block, shown), output in zip(session, printed, strict=True):
         assert shown is None or matches(shown, output), f"{block.text}\nprinted\n{output}"
-    for block in blocks_of("README.md"):
-        if block.language == "python":
-            command = [sys.executable, "-W", "error", "-c", block.text]
-            ended = subprocess.run(command, env=environment(**variables), capture_output=True, timeout=SESSION_S, text=True)
-            assert ended.returncode == 0, ended.stderr
-            assert ended.stdout.strip()
+    for block, shown in expected_after(blocks_of(page), "python"):
+        command = [sys.executable, "-W", "error", "-c", block.text]
+        ended = subprocess.run(command, env=environment(**variables), capture_output=True, timeout=SESSION_S, text=True)
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.strip()
+        assert shown is None or matches(shown, ended.stdout), f"{block.text}\nprinted\n{ended.stdout}"
 
 
 def test_every_python_snippet_compiles() -> None:

@@ -112,6 +112,7 @@ def test_a_wrong_value_of_a_native_field_is_named(account: Account, field: str, 
 
 NAMELESS = {"type": "function", "function": {"name": "a b"}}
 SCHEMALESS = {"type": "json_schema"}
+CHOSEN = {"type": "function", "function": {"name": "find"}, "strict": True}
 WRONG_CHAT: dict[str, list[Any]] = {
     "max_tokens": NUMBERS,
     "temperature": [-0.1, 10**400, "1"],
@@ -184,6 +185,7 @@ def test_a_wrong_message_is_found(account: Account, messages: list[Any], field: 
         ("/v1/chat/completions", {**CHAT, "tools": [NAMELESS]}, "invalid_request", "tools[0].function.name"),
         ("/v1/chat/completions", {**CHAT, "response_format": SCHEMALESS}, "invalid_request", "response_format.json_schema"),
         ("/v1/chat/completions", {**CHAT, "tool_choice": "auto"}, "conflicting_fields", "tool_choice"),
+        ("/v1/chat/completions", {**CHAT, "tool_choice": CHOSEN}, "unsupported_field", "tool_choice.strict"),
         ("/v1/chat/completions", {**CHAT, "store": True}, "unsupported_field", "store"),
         ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 1}, "conflicting_fields", "max_tokens"),
         ("/v1/chat/completions", {**CHAT, "stream_options": {}}, "conflicting_fields", "stream_options"),
@@ -305,7 +307,7 @@ def test_a_wrong_method_is_405_with_allow(account: Account, method: str, path: s
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/", "/v2/generations", "/v1/generations/a/b", "/v1/completions", "/metrics", "//"]
+    "path", ["/", "/v1", "/v1/", "/v2/generations", "/v1/generations/a/b", "/v1/audio/speech", "/metrics", "//"]
 )
 def test_a_wrong_path_is_404_in_its_surfaces_shape(account: Account, path: str) -> None:
     """Protects paths that do not exist; those that OpenAI's client could ask answer in its shape."""

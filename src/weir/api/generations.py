@@ -38,6 +38,13 @@ MESSAGES_MAX = 10_000
 ROLES = ("system", "user", "assistant")
 
 SAMPLING_FIELDS = ("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+TEMPERATURE_MAX = 2
+PENALTY_MAX = 2
+SEED_MAX = 2**32 - 1
+STOPS_MAX, STOP_CHARS_MAX = 4, 1_000
+ALIAS_CHARS_MAX = 256
+SESSION_CHARS_MAX = 128
+MESSAGE_FIELDS = ("role", "content")
 
 FIELDS = (
     "request_id",
@@ -67,7 +74,7 @@ def parse_generation(document: Mapping[str, Any]) -> InferenceRequest:
     fields.refuse_unknown(FIELDS)
     if fields.boolean("retain", default=False):
         raise errors.UnsupportedField("This tenant keeps no streams.", members={"field": "retain", "accepted": "false"})
-    alias = fields.string("model_alias", longest=256)
+    alias = fields.string("model_alias", longest=ALIAS_CHARS_MAX)
     if alias is None:
         refuse_field("model_alias", "the name of a model alias")
     return InferenceRequest(
@@ -77,7 +84,7 @@ def parse_generation(document: Mapping[str, Any]) -> InferenceRequest:
         deadline_ms=fields.integer("deadline_ms", 1, DEADLINE_MS_MAX),
         stream=fields.boolean("stream", default=False),
         sampling=sampling_of(fields, stop_field="stop"),
-        session=fields.string("session", longest=128),
+        session=fields.string("session", longest=SESSION_CHARS_MAX),
         request_id=request_id_of(fields.raw("request_id"), "request_id"),
     )
 
@@ -100,7 +107,7 @@ def messages_of(value: Any, field: str, accepted: str, message_of: Callable[[Any
 def _message(item: Any, where: str) -> Message:
     if not isinstance(item, dict):
         refuse_field(where, "an object with role and content")
-    Fields(item, f"{where}.").refuse_unknown(("role", "content"))
+    Fields(item, f"{where}.").refuse_unknown(MESSAGE_FIELDS)
     role = item.get("role")
     if role not in ROLES:
         refuse_field(f"{where}.role", ", ".join(ROLES))
@@ -110,12 +117,12 @@ def _message(item: Any, where: str) -> Message:
 def sampling_of(fields: Fields, *, stop_field: str) -> Sampling:
     """Sampling parameters with OpenAI's names and ranges."""
     return Sampling(
-        temperature=fields.number("temperature", 0, 2),
+        temperature=fields.number("temperature", 0, TEMPERATURE_MAX),
         top_p=fields.number("top_p", 0, 1),
-        seed=fields.integer("seed", 0, 2**32 - 1),
-        stop=fields.strings(stop_field, most=4, longest=1_000),
-        presence_penalty=fields.number("presence_penalty", -2, 2),
-        frequency_penalty=fields.number("frequency_penalty", -2, 2),
+        seed=fields.integer("seed", 0, SEED_MAX),
+        stop=fields.strings(stop_field, most=STOPS_MAX, longest=STOP_CHARS_MAX),
+        presence_penalty=fields.number("presence_penalty", -PENALTY_MAX, PENALTY_MAX),
+        frequency_penalty=fields.number("frequency_penalty", -PENALTY_MAX, PENALTY_MAX),
     )
 
 

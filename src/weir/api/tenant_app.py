@@ -15,6 +15,7 @@ from weir.api.door import Call, Door, Methods, Surface
 from weir.api.exchange import ArrivingBodies, HttpExchange, Receive, Send
 from weir.api.native import NativeSurface
 from weir.api.openai.surface import OpenAISurface
+from weir.api.openapi.document import document_answer
 from weir.api.wire import Headers, Rendered
 from weir.config import GatewayConfig
 from weir.gateway.pipeline import Gateway
@@ -46,7 +47,11 @@ class TenantApp:
         self._native = NativeSurface(self.door)
         self._anthropic = AnthropicSurface(self.door)
         self._surfaces: tuple[Surface, ...] = (self._native, self._anthropic, OpenAISurface(self.door))
-        self._health: dict[str, Methods] = {"/healthz": {"GET": self._healthz}, "/readyz": {"GET": self._readyz}}
+        self._open: dict[str, Methods] = {
+            "/healthz": {"GET": self._healthz},
+            "/readyz": {"GET": self._readyz},
+            "/openapi.json": {"GET": self._document},
+        }
         self.arriving = ArrivingBodies(config.bodies_bytes_max)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -89,7 +94,7 @@ class TenantApp:
 
     async def _route(self, call: Call, surface: Surface) -> None:
         call.exchange.refuse_repeated_headers()
-        methods = self._health.get(call.exchange.path) or surface.methods(call)
+        methods = self._open.get(call.exchange.path) or surface.methods(call)
         if methods is None:
             raise errors.NotFound("There is nothing at this path.")
         handler = methods.get(call.exchange.method)
@@ -99,7 +104,7 @@ class TenantApp:
         await self.door.sign_in.wait_for_keys(call.credential)
         await handler(call)
 
-    # ── health ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── what needs no key ────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _healthz(self, call: Call) -> None:
         await self.door.send(call, Rendered(200, b"application/json", b'{"status":"ok"}', []), None)
@@ -108,6 +113,9 @@ class TenantApp:
         ready = self._is_ready()
         body = b'{"status":"ready"}' if ready else b'{"status":"not_ready"}'
         await self.door.send(call, Rendered(200 if ready else 503, b"application/json", body, []), None)
+
+    async def _document(self, call: Call) -> None:
+        await self.door.send(call, document_answer(), None)
 
     # ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -36,7 +36,7 @@ from weir.core.demands import (
 )
 from weir.core.request import InferenceRequest, Message
 
-_ROLE = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLE = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _DEMANDING = ("n", "tools", "tool_choice", "parallel_tool_calls", "response_format", "logprobs", "top_logprobs")
 _CHOICE_ACCEPTED = 'none, auto, required, or {"type": "function", "function": {"name": …}}'
 
@@ -53,6 +53,11 @@ FIELDS = (
     "store",
 )
 MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal")
+TEXT_PART_FIELDS = ("type", "text")
+CALL_FIELDS = ("id", "type", "function")
+CALLED_FIELDS = ("name", "arguments")
+TOOL_FIELDS = ("type", "function")
+FORM_FIELDS = ("type", "json_schema")
 STREAM_OPTIONS = ("include_usage", "include_obfuscation")
 
 
@@ -159,7 +164,7 @@ def _top_logprobs(fields: Fields) -> int | None:
 def _tool(item: Any, where: str) -> Tool:
     if not isinstance(item, dict) or item.get("type") != "function":
         refuse_field(where, "an object of type function")
-    Fields(item, f"{where}.").refuse_unknown(("type", "function"))
+    Fields(item, f"{where}.").refuse_unknown(TOOL_FIELDS)
     function = item.get("function")
     if isinstance(function, dict):
         Fields(function, f"{where}.function.").refuse_unknown(FUNCTION_FIELDS)
@@ -174,6 +179,8 @@ def _tool_choice(value: Any) -> ToolChoice | None:
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
     if not isinstance(function, dict):
         refuse_field("tool_choice", _CHOICE_ACCEPTED)
+    Fields(value, "tool_choice.").refuse_unknown(TOOL_FIELDS)
+    Fields(function, "tool_choice.function.").refuse_unknown(("name",))
     return ToolChoice(ToolMode.NAMED, name_of(function.get("name"), "tool_choice.function.name"))
 
 
@@ -186,7 +193,7 @@ def _form(value: Any) -> OutputForm | None:
     if kind != FormKind.JSON_SCHEMA:
         Fields(value, "response_format.").refuse_unknown(("type",))
         return OutputForm(FormKind.JSON_OBJECT) if kind == FormKind.JSON_OBJECT else None
-    Fields(value, "response_format.").refuse_unknown(("type", "json_schema"))
+    Fields(value, "response_format.").refuse_unknown(FORM_FIELDS)
     schema = value.get("json_schema")
     if isinstance(schema, dict):
         Fields(schema, "response_format.json_schema.").refuse_unknown(SCHEMA_FIELDS)
@@ -202,9 +209,9 @@ def _message(item: Any, where: str) -> Message:
     fields = Fields(item, f"{where}.")
     fields.refuse_unknown(MESSAGE_FIELDS)
     given = item.get("role")
-    role = _ROLE.get(given) if isinstance(given, str) else None
+    role = ROLE.get(given) if isinstance(given, str) else None
     if role is None:
-        refuse_field(f"{where}.role", ", ".join(_ROLE))
+        refuse_field(f"{where}.role", ", ".join(ROLE))
     if fields.has("refusal"):
         raise errors.UnsupportedField("Refusals are not told again.", members={"field": f"{where}.refusal", "accepted": "null"})
     calls = _calls(fields, role, where)
@@ -231,8 +238,8 @@ def _call(item: Any, where: str) -> Any:
     function = item.get("function") if isinstance(item, dict) and item.get("type") == "function" else None
     if not isinstance(function, dict):
         refuse_field(where, "an object of type function, with id and function")
-    Fields(item, f"{where}.").refuse_unknown(("id", "type", "function"))
-    Fields(function, f"{where}.function.").refuse_unknown(("name", "arguments"))
+    Fields(item, f"{where}.").refuse_unknown(CALL_FIELDS)
+    Fields(function, f"{where}.function.").refuse_unknown(CALLED_FIELDS)
     return call_of(item.get("id"), function.get("name"), function.get("arguments"), where)
 
 
@@ -252,6 +259,6 @@ def _content(value: Any, where: str) -> str:
     for index, part in enumerate(value):
         if not isinstance(part, dict) or part.get("type") != "text":
             refuse_field(f"{where}[{index}]", "a part of type text")
-        Fields(part, f"{where}[{index}].").refuse_unknown(("type", "text"))
+        Fields(part, f"{where}[{index}].").refuse_unknown(TEXT_PART_FIELDS)
         texts.append(checked_text(part.get("text"), f"{where}[{index}].text"))
     return "".join(texts)

@@ -19,7 +19,8 @@ DESCRIPTION_CHARS_MAX = 16_384
 CALL_ID_CHARS_MAX = 128
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 SCHEMA_FIELDS = ("name", "description", "schema", "strict")
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+NAME_PATTERN = "[A-Za-z0-9_-]{1,64}"
+_NAME = re.compile(NAME_PATTERN)
 _NAME_ACCEPTED = "1 to 64 characters of A-Z a-z 0-9 _ -"
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from weir.api.generations import ending_retry_headers, error_of_record, generation_body
+from weir.api.generations import ALIAS_CHARS_MAX, ending_retry_headers, error_of_record, generation_body
 from weir.api.weir_headers import deadline_of as deadline_of
 from weir.api.weir_headers import key_of as key_of
 from weir.api.weir_headers import session_of as session_of
@@ -18,8 +18,7 @@ from weir.messages import GenerationRecord, StandingView
 from weir.units import Millis
 
 LABEL_CHARS_MAX = 256
-MODEL_CHARS_MAX = 256
-_METADATA_MAX = 16
+METADATA_MAX, METADATA_NAME_CHARS_MAX, METADATA_CHARS_MAX = 16, 64, 512
 _METADATA_ACCEPTED = "an object of up to 16 names of 1 to 64 characters with strings of up to 512 characters"
 LABELS = ("user", "safety_identifier", "prompt_cache_key", "metadata")
 """Fields that change nothing in what is generated and are accepted; identity comes from the key."""
@@ -35,16 +34,17 @@ def check_labels(fields: Fields) -> None:
     metadata = fields.raw("metadata")
     if metadata is None:
         return
-    if not isinstance(metadata, dict) or len(metadata) > _METADATA_MAX:
+    if not isinstance(metadata, dict) or len(metadata) > METADATA_MAX:
         refuse_field("metadata", _METADATA_ACCEPTED)
     for name, value in metadata.items():
-        if not 1 <= len(name) <= 64 or not isinstance(value, str) or len(value) > 512:
+        is_label = 1 <= len(name) <= METADATA_NAME_CHARS_MAX and isinstance(value, str) and len(value) <= METADATA_CHARS_MAX
+        if not is_label:
             refuse_field("metadata", _METADATA_ACCEPTED)
 
 
 def model_of(fields: Fields) -> str:
     """The alias that a body names as its model. Raises InvalidRequest."""
-    model = fields.string("model", longest=MODEL_CHARS_MAX)
+    model = fields.string("model", longest=ALIAS_CHARS_MAX)
     if model is None:
         refuse_field("model", "the name of a model alias")
     return model

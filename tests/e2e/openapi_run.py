@@ -1,0 +1,70 @@
+"""A run of schemathesis against a cell: requests made from its document, right and wrong ones, and every answer checked by it.
+
+All checks are on. `object_level_authorization` finds nothing with one key: that a record is shown to nobody else is
+`test_bad_input.py::test_foreign_records_stay_foreign`.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.e2e.conftest import checked_cell
+from tests.e2e.running_cell import RunningCell, running_cell
+
+ROOT = Path(__file__).resolve().parents[2]
+
+CELL = """
+[pool]
+default_max_output_tokens = 4
+context_tokens = 100000
+"""
+"""Short answers; and 10,000 messages, as many as a conversation may have, fit the window."""
+
+CONFIG = """
+# Sequences follow the links of the document. Guessed ones would begin with lists alone: to a guess, `request_id` is the id of
+# something that nobody makes.
+[phases.stateful.inference]
+algorithms = ["location-headers"]
+
+[[operations]]
+include-operation-id = "listGenerationEvents"
+# No stream is retained: whatever is asked of a request that exists is answered with 410.
+checks.positive_data_acceptance.expected-statuses = ["404", "410"]
+checks.negative_data_rejection.expected-statuses = ["400", "404", "410"]
+"""
+
+
+@contextmanager
+def documented_cell(folder: Path) -> Iterator[RunningCell]:
+    """A cell on which no generated request takes long; its log must show no fault at the end."""
+    with running_cell(folder / "state", config=CELL) as cell, checked_cell(cell):
+        yield cell
+
+
+def run_schemathesis(cell: RunningCell, folder: Path, *, examples: int, seed: int, bound_s: float) -> str:
+    """What it printed. Raises AssertionError with that when it found anything, or took longer than the bound."""
+    config = folder / "schemathesis.toml"
+    config.write_text(CONFIG, encoding="utf-8")
+    command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run", f"{cell.api}/openapi.json"]
+    command += ["--checks", "all", "--header", f"Authorization: Bearer {cell.key()}", "--request-timeout", "20"]
+    command += ["--max-examples", str(examples), "--seed", str(seed), "--generation-database", "none", "--no-color"]
+    command += ["--suppress-health-check", "too_slow"]  # a busy machine is no finding
+    ended = subprocess.run(
+        command,
+        cwd=folder,
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=bound_s,
+        text=True,
+    )
+    shown = "\n".join(line[:400] for line in ended.stdout.splitlines())
+    assert ended.returncode == 0, shown
+    return shown
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "SCHEMATHESIS_HOOKS": "tests.e2e.openapi_hooks"}
