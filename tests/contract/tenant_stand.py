@@ -32,6 +32,7 @@ KEY = format_key("0" * 12, b"k" * 32)
 BODY = {"model_alias": "assistant", "input": "x"}
 MESSAGE = {"model": "assistant", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
 CHAT = {"model": "assistant", "messages": [{"role": "user", "content": "x"}]}
+RESPONSE = {"model": "assistant", "input": "x"}
 
 
 def demo_snapshot() -> Snapshot:

@@ -7,14 +7,19 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from tests.contract.tenant_stand import BODY, CHAT, KEY, MESSAGE, TenantStand, tenant_standing
+from tests.contract.tenant_stand import BODY, CHAT, KEY, MESSAGE, RESPONSE, TenantStand, tenant_standing
 
 from weir.config import GatewayConfig
 from weir.messages import Acquire
 
 KIBIBYTE = 1024
 CONFIG = GatewayConfig(bodies_bytes_max=256 * KIBIBYTE, body_bytes_max=200 * KIBIBYTE, body_wait_ms=5_000)
-SURFACES = [("/v1/generations", BODY), ("/v1/chat/completions", CHAT), ("/v1/messages", MESSAGE)]
+SURFACES = [
+    ("/v1/generations", BODY),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/responses", RESPONSE),
+    ("/v1/messages", MESSAGE),
+]
 HEAD = f"POST /v1/generations HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n".encode()
 WAIT_S = 10
 

@@ -7,7 +7,7 @@ and the open holds tell the same end, and the payer is the table's. Each test ca
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -22,7 +22,14 @@ SETTLED_S = 10.0
 PRICE_INPUT, PRICE_OUTPUT = 200_000, 600_000  # of the demonstration, micro-dollars per million tokens
 BUDGET = 10_000_000
 
-Surface = Literal["native", "chat", "messages"]
+Surface = Literal["native", "chat", "responses", "messages"]
+RESPONSE_ENDS = ("response.completed", "response.incomplete", "response.failed")
+PATHS: dict[Surface, str] = {
+    "native": "/v1/generations",
+    "chat": "/v1/chat/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+}
 Payer = Literal["tenant", "platform", "nobody"]
 _numbers = count(1)
 
@@ -111,6 +118,10 @@ class Form:
             "stream": self.stream,
         }
 
+    def responses(self, prompt: str) -> dict[str, Any]:
+        """The body of a response."""
+        return {"model": "assistant", "input": prompt, "max_output_tokens": self.most, "stream": self.stream}
+
 
 @dataclass(frozen=True)
 class Caller:
@@ -174,8 +185,7 @@ class Stage:
         prompt, asked = script if isinstance(script, str) else script.prompt(), Form(**form)
         headers, path, body = bearer(caller.secret), "/v1/generations", asked.native(prompt, request_id)
         if asked.surface != "native":
-            is_chat = asked.surface == "chat"
-            path, body = ("/v1/chat/completions", asked.chat(prompt)) if is_chat else ("/v1/messages", asked.messages(prompt))
+            path, body = PATHS[asked.surface], getattr(asked, asked.surface)(prompt)
             headers |= {"idempotency-key": request_id}
             headers |= {"weir-deadline-ms": str(asked.deadline_ms)} if asked.deadline_ms else {}
         return calling(self.cell.api, path, body=body, headers=headers, receive_bytes=receive_bytes)
@@ -300,11 +310,13 @@ async def read_shown(call: Call) -> Shown:
     if await call.head() == 200 and call.headers["content-type"].startswith("text/event-stream"):
         async for _ in call.events():
             pass
-        if call.seen[0].name == "message_start":
-            return messages_stream(call.seen)
-        return _native_stream(call.seen) if call.seen[0].name else _chat_stream(call.seen)
+        first = call.seen[0].name
+        readers = {"accepted": _native_stream, "response.created": _response_stream, "message_start": messages_stream}
+        return readers.get(first, _chat_stream)(call.seen)
     answer = await call.answer()
     body = answer.json
+    if body.get("object") == "response":
+        return _response_shown(answer.status, body, "".join(_response_text(body)))
     if "error" in body and "message" in body["error"]:
         code = body["error"]["code"]
         record = body["error"].get("generation", {})
@@ -327,6 +339,32 @@ def _native_stream(events: list[Event]) -> Shown:
     done = events[-1].json
     text = "".join(event.json["text"] for event in events[1:-1])
     return Shown(0, done["status"], done["finish_reason"], done.get("error", {}).get("code"), text, done["usage"])
+
+
+def _response_stream(events: list[Event]) -> Shown:
+    assert [event.json["sequence_number"] for event in events] == list(range(len(events)))
+    assert all(event.json["type"] == event.name for event in events)
+    terminal = [event.name for event in events if event.name in RESPONSE_ENDS]
+    assert terminal == [events[-1].name], terminal
+    text = "".join(event.json["delta"] for event in events if event.name == "response.output_text.delta")
+    response = events[-1].json["response"]
+    assert "".join(_response_text(response)) == text
+    return _response_shown(0, response, text)
+
+
+def _response_shown(http: int, response: dict[str, Any], text: str) -> Shown:
+    """The finish reason is told as far as a response has it: a stop is merely completed."""
+    code, incomplete = (response["error"] or {}).get("code"), response["incomplete_details"]
+    ended = {"incomplete": "completed"}.get(response["status"], response["status"])
+    if code is not None:
+        return Shown(http, None, None, code, text)
+    reason = {"max_output_tokens": "length"}.get(incomplete["reason"], incomplete["reason"]) if incomplete else "stop"
+    assert response["usage"]["cost_microusd"] == price(response["usage"]["input_tokens"], response["usage"]["output_tokens"])
+    return Shown(http, ended, reason, None, text)
+
+
+def _response_text(response: dict[str, Any]) -> Iterator[str]:
+    return (part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])
 
 
 def _chat_stream(events: list[Event]) -> Shown:

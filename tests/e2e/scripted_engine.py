@@ -25,7 +25,7 @@ class Script(msgspec.Struct, frozen=True, omit_defaults=True):
     status other than 200 refuses, quoting the prompt as real engines do. cut ends the answer in the middle of HTTP, unfinished
     ends it properly without a finish reason. hold_at: after so many tokens wait for the engine's `release`, whether or not the
     client is still there. last_usage: the usage object of the last chunk, as it is. deltas: sent after the words, each as it is
-    and as one token.
+    and as one token. choices: what the choice of each chunk says in place of the word; there are as many tokens.
     """
 
     tokens: int = 4
@@ -40,6 +40,7 @@ class Script(msgspec.Struct, frozen=True, omit_defaults=True):
     hold_at: int | None = None
     last_usage: dict[str, Any] | None = None
     deltas: list[dict[str, Any]] = []
+    choices: tuple[dict[str, Any], ...] = ()
 
     def prompt(self) -> str:
         """The prompt that asks for this script."""
@@ -207,7 +208,8 @@ class _Generation:
         await self._wait(script.first_ms)
         for number in range(script.tokens + 1):
             if number:
-                self._chunk([{"index": 0, "delta": {"content": script.word}, "finish_reason": None}], number)
+                said = script.choices[number - 1] if script.choices else {"delta": {"content": script.word}}
+                self._chunk([{"index": 0, "finish_reason": None, **said}], number)
                 self._sent[script.note] = number
                 await self._wait(script.gap_ms)
             if number == script.hold_at:

@@ -87,9 +87,9 @@ class Call:
         return self._events
 
     async def output_begun(self) -> None:
-        """The stream has shown output: natively an `output` event, in messages a block's, else a chunk with text."""
+        """The stream has shown output: an event that has its own name on most surfaces, else a chunk with text."""
         async for event in self.events():
-            if event.name in ("output", "content_block_delta") or (
+            if event.name in ("output", "response.output_text.delta", "content_block_delta") or (
                 not event.name and '"content":"' in event.data and '"content":""' not in event.data
             ):
                 return

@@ -17,7 +17,9 @@ MEBIBYTE = 1024 * 1024
 MARK = "unmistakable-value"
 NATIVE: Json = {"model_alias": "assistant", "input": "x", "max_output_tokens": 1}
 CHAT: Json = {"model": "assistant", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+RESPONSE: Json = {"model": "assistant", "input": "x", "max_output_tokens": 1}
 SURFACES = [("/v1/generations", NATIVE), ("/v1/chat/completions", CHAT)]
+DOORS = [*SURFACES, ("/v1/responses", RESPONSE)]
 LONG: Json = {"model_alias": "assistant", "input": "river"}
 """213 tokens: half a second on the fast cell, seven on the slow one."""
 
@@ -78,7 +80,7 @@ BODIES = [
 ]
 
 
-@pytest.mark.parametrize(("path", "_"), SURFACES, ids=["native", "chat"])
+@pytest.mark.parametrize(("path", "_"), DOORS, ids=["native", "chat", "responses"])
 @pytest.mark.parametrize("body", BODIES, ids=[repr(body[:24]) for body in BODIES])
 def test_a_body_that_is_no_json_object_is_refused(account: Account, path: str, _: Json, body: bytes) -> None:
     """Protects the parser: nested, truncated, huge or not text at all, it answers 400 for `body`."""
@@ -260,12 +262,12 @@ def test_a_refused_expectation_closes_the_connection(account: Account) -> None:
 
 
 def test_keys_that_are_not_ours_are_401(account: Account) -> None:
-    """Protects the door on both surfaces: absent, malformed, mistyped and made-up keys look alike."""
+    """Protects the door on every surface: absent, malformed, mistyped and made-up keys look alike."""
     mistyped = account.key[:-1] + ("0" if account.key[-1] != "0" else "1")
     shapes: list[dict[str, str]] = [{}, {"authorization": account.key}, {"authorization": f"Basic {account.key}"}]
     keys = ["", "sk-" + MARK, mistyped, account.key[:-1], account.key + "0", "ÿ" * 20, account.key.upper(), "weir-" + "0" * 84]
     shapes += [{"authorization": f"Bearer {key}"} for key in keys] + [{"x-api-key": MARK}]
-    for path, body in SURFACES:
+    for path, body in DOORS:
         details = set()
         for headers in shapes:
             encoded = {name: value.encode().decode("latin-1") for name, value in headers.items()}
@@ -293,6 +295,9 @@ def test_aliases_that_are_not_ours_are_404(account: Account) -> None:
         ("GET", "/v1/generations/some-id/cancel", "POST"),
         ("POST", "/v1/generations/some-id/events", "GET"),
         ("GET", "/v1/chat/completions", "POST"),
+        ("GET", "/v1/responses", "POST"),
+        ("DELETE", "/v1/responses/resp_x", "GET"),
+        ("GET", "/v1/responses/resp_x/cancel", "POST"),
         ("POST", "/v1/models", "GET"),
         ("DELETE", "/v1/models/assistant", "GET"),
         ("OPTIONS", "/healthz", "GET"),
@@ -306,9 +311,10 @@ def test_a_wrong_method_is_405_with_allow(account: Account, method: str, path: s
     assert reply.headers["allow"] == allow
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/", "/v2/generations", "/v1/generations/a/b", "/v1/audio/speech", "/metrics", "//"]
-)
+NOWHERE = "/ // /v1 /v1/ /v2/generations /v1/generations/a/b /v1/responses/a/input_items /v1/audio/speech /metrics"
+
+
+@pytest.mark.parametrize("path", NOWHERE.split())
 def test_a_wrong_path_is_404_in_its_surfaces_shape(account: Account, path: str) -> None:
     """Protects paths that do not exist; those that OpenAI's client could ask answer in its shape."""
     reply = account.ask("GET", path + "?query=" + MARK)

@@ -18,7 +18,7 @@ LONG = Script(tokens=400, gap_ms=25, note="long")
 STOPPED_S = 2.0
 """From leaving to an engine that runs nothing: far below what the request would have taken."""
 
-SURFACES: list[Surface] = ["native", "chat"]
+SURFACES: list[Surface] = ["native", "chat", "responses"]
 
 
 async def check_stopped(stage: Stage, engine: ScriptedEngine) -> None:

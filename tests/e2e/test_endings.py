@@ -32,7 +32,7 @@ queue_wait_ms = 800
 drain_grace_ms = 300
 """
 ANSWERS: list[tuple[Surface, bool]] = [
-    (surface, stream) for surface in ("native", "chat", "messages") for stream in (True, False)
+    (surface, stream) for surface in ("native", "chat", "responses", "messages") for stream in (True, False)
 ]
 LONG = Script(tokens=400, gap_ms=25)
 SILENT = Script(first_ms=20_000)

@@ -55,6 +55,13 @@ def chat(script: Script, **fields: Any) -> dict[str, Any]:
     return {"model": "assistant", "messages": turns, **more, **fields}
 
 
+def response(script: Script, **fields: Any) -> dict[str, Any]:
+    """A response's body with a mark in each free text, but none in what its answer repeats."""
+    prompt = Script(**{**_fields(script), "word": OUTPUT, "note": f"{MARK}prompt"}).prompt()
+    turns = [{"role": "system", "content": f"{MARK}system"}, {"role": "user", "content": prompt}]
+    return {"model": "assistant", "input": turns, **fields}
+
+
 def _fields(script: Script) -> dict[str, Any]:
     return {name: getattr(script, name) for name in script.__struct_fields__}
 
@@ -121,6 +128,15 @@ class Drive:
                 assert all(OUTPUT.encode() in answer for answer in seen) or script not in COMPLETED
                 self.answers += [answer.replace(OUTPUT.encode(), b"") for answer in seen]
 
+    async def responses(self) -> None:
+        """What completes and what fails as a response; few failures, after many of which a replica is left alone for long."""
+        for script in (*COMPLETED, Script(end="error"), *COMPLETED):
+            for stream in (True, False):
+                await self._ready()
+                seen = await self.send("/v1/responses", response(script, stream=stream))
+                assert OUTPUT.encode() in seen or script not in COMPLETED
+                self.answers.append(seen.replace(OUTPUT.encode(), b""))
+
     async def _ready(self) -> None:
         async def ready() -> bool:
             return (await ask(self.stage.cell.api, "/readyz")).status == 200
@@ -160,9 +176,11 @@ class Drive:
             body = json.dumps({**native(Script()), **change}).encode()
             self.answers.append(await self.send("/v1/generations", body))
             self.answers.append(await self.send("/v1/chat/completions", json.dumps({**chat(Script()), **change}).encode()))
+            self.answers.append(await self.send("/v1/responses", json.dumps({**response(Script()), **change}).encode()))
         for content in BAD_BODIES:
             self.answers.append(await self.send("/v1/generations", content))
             self.answers.append(await self.send("/v1/chat/completions", content))
+            self.answers.append(await self.send("/v1/responses", content))
         wrong_key = await self.send("/v1/generations", native(Script()), key=f"weir-{MARK}key")
         session = await self.send("/v1/chat/completions", chat(Script()), headers={"weir-session": f"{MARK}s" * 90})
         key = await self.send("/v1/chat/completions", chat(Script()), headers={"idempotency-key": f"{MARK} {MARK}"})
@@ -195,6 +213,7 @@ async def test_text_is_written_nowhere(tmp_path: Path) -> None:
         with running_cell(tmp_path / "state", engine=(engine.url,), config=CONFIG) as cell:
             drive = Drive(Stage(cell))
             await drive.endings()
+            await drive.responses()
             await drive.interruptions()
             await drive.refusals()
             await drive.stage.check_quiet()

@@ -19,7 +19,7 @@ FLOOD = Script(tokens=20_000, word=WORD, note="flood")
 RECEIVE_BYTES = 4_096
 
 
-@pytest.mark.parametrize("surface", ["native", "chat"])
+@pytest.mark.parametrize("surface", ["native", "chat", "responses"])
 async def test_a_client_that_does_not_read_is_given_up(stage: Stage, engine: ScriptedEngine, surface: Surface) -> None:
     """After the grace the stream ends `slow_client`, the engine is cut, and the tenant pays what was generated."""
     caller, left = await stage.caller(), engine.left

@@ -14,6 +14,7 @@ from weir.api.anthropic.anthropic_surface import AnthropicSurface
 from weir.api.door import Call, Door, Methods, Surface
 from weir.api.exchange import ArrivingBodies, HttpExchange, Receive, Send
 from weir.api.native import NativeSurface
+from weir.api.openai.response_paths import ResponsesSurface
 from weir.api.openai.surface import OpenAISurface
 from weir.api.openapi.document import document_answer
 from weir.api.wire import Headers, Rendered
@@ -46,7 +47,8 @@ class TenantApp:
         self.door = Door(gateway, clock)
         self._native = NativeSurface(self.door)
         self._anthropic = AnthropicSurface(self.door)
-        self._surfaces: tuple[Surface, ...] = (self._native, self._anthropic, OpenAISurface(self.door))
+        openai = (ResponsesSurface(self.door), OpenAISurface(self.door))
+        self._surfaces: tuple[Surface, ...] = (self._native, self._anthropic, *openai)
         self._open: dict[str, Methods] = {
             "/healthz": {"GET": self._healthz},
             "/readyz": {"GET": self._readyz},

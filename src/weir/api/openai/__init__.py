@@ -1,1 +1,1 @@
-"""OpenAI's surfaces: chat completions, completions and models, in OpenAI's shapes."""
+"""OpenAI's surfaces: chat completions, responses, completions and models, in OpenAI's shapes."""

@@ -32,6 +32,8 @@ def json_text(value: Any, where: str) -> str:
         return msgspec.json.encode(value).decode()
     except UnicodeEncodeError:
         refuse_field(where, "text that is valid Unicode")
+    except RecursionError:  # what could just be read may be too deep to be written again
+        refuse_field(where, "a JSON schema that is not nested too deeply")
 
 
 def name_of(value: Any, where: str) -> str:

@@ -9,7 +9,17 @@ from weir.api.generations import ALIAS_CHARS_MAX, ending_retry_headers, error_of
 from weir.api.weir_headers import deadline_of as deadline_of
 from weir.api.weir_headers import key_of as key_of
 from weir.api.weir_headers import session_of as session_of
-from weir.api.wire import Fields, Headers, Rendered, id_headers, limit_headers, openai_error, openai_error_body, refuse_field
+from weir.api.wire import (
+    Fields,
+    Headers,
+    Rendered,
+    checked_text,
+    id_headers,
+    limit_headers,
+    openai_error,
+    openai_error_body,
+    refuse_field,
+)
 from weir.core.endings import ending
 from weir.core.output import TokenLogprob
 from weir.core.registry.model import Alias
@@ -37,8 +47,9 @@ def check_labels(fields: Fields) -> None:
     if not isinstance(metadata, dict) or len(metadata) > METADATA_MAX:
         refuse_field("metadata", _METADATA_ACCEPTED)
     for name, value in metadata.items():
-        is_label = 1 <= len(name) <= METADATA_NAME_CHARS_MAX and isinstance(value, str) and len(value) <= METADATA_CHARS_MAX
-        if not is_label:
+        checked_text(name, "metadata", _METADATA_ACCEPTED)
+        text = checked_text(value, "metadata", _METADATA_ACCEPTED)
+        if not 1 <= len(name) <= METADATA_NAME_CHARS_MAX or len(text) > METADATA_CHARS_MAX:
             refuse_field("metadata", _METADATA_ACCEPTED)
 
 
