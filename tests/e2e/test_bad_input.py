@@ -115,6 +115,7 @@ def test_a_wrong_value_of_a_native_field_is_named(account: Account, field: str, 
 NAMELESS = {"type": "function", "function": {"name": "a b"}}
 SCHEMALESS = {"type": "json_schema"}
 CHOSEN = {"type": "function", "function": {"name": "find"}, "strict": True}
+SEVENTEEN = dict.fromkeys("abcdefghijklmnopq", "x")
 WRONG_CHAT: dict[str, list[Any]] = {
     "max_tokens": NUMBERS,
     "temperature": [-0.1, 10**400, "1"],
@@ -128,17 +129,7 @@ WRONG_CHAT: dict[str, list[Any]] = {
     "model": [5, "", None],
     "messages": [None, [], "x", {}, 5],
     "user": [5, [], "", "u" * 257],
-    "metadata": [
-        5,
-        [],
-        "x",
-        {"a": 1},
-        {"a": None},
-        {"": "x"},
-        {"a" * 65: "x"},
-        {"a": "x" * 513},
-        dict.fromkeys("abcdefghijklmnopq", "x"),
-    ],
+    "metadata": [5, [], "x", {"a": 1}, {"a": None}, {"": "x"}, {"a" * 65: "x"}, {"a": "x" * 513}, SEVENTEEN],
 }
 
 
