@@ -106,6 +106,17 @@ postgres:
 	trap 'pg_conftool $(CLUSTERS) remove create_main_cluster' EXIT; pg_conftool $(CLUSTERS) set create_main_cluster false; \
 	apt-get install -y -qq --no-install-recommends postgresql >/dev/null
 
+# What stands in front of Weir in tests, and the clients for it; Debian's curl speaks HTTP/2. None of them is started as a service.
+.PHONY: proxies
+proxies:
+	@missing=""; for program in nginx haproxy curl openssl; do \
+	  PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing+=" $$program"; done; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then \
+	  echo "tests need$$missing; on Debian: sudo apt-get install$$missing"; exit 1; fi; \
+	echo "── installing$$missing"; export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1; apt-get update -qq; \
+	apt-get install -y -qq --no-install-recommends $$missing >/dev/null
+
 ##@ Check
 
 .PHONY: fmt
@@ -134,7 +145,7 @@ docs: setup ## Write the generated pages, and follow every link
 ##@ Test
 
 .PHONY: test
-test: postgres check models signing-tool node-sdks ## Everything that CI runs
+test: postgres proxies check models signing-tool node-sdks ## Everything that CI runs
 	$(call say,links)
 	@$(BIN)/python tools/check_links.py
 	$(call say,tests in parallel; every branch of the core)
@@ -159,13 +170,13 @@ sim: setup ## The simulated cell; SEED=n repeats one world
 	@WEIR_SEED=$(SEED) $(PYTEST) -m "not slow" tests/simulation
 
 .PHONY: e2e
-e2e: postgres setup models node-sdks ## Real processes over HTTP
+e2e: postgres proxies setup models node-sdks ## Real processes over HTTP
 	@$(PYTEST) -m "not slow" tests/e2e
 
 ROUNDS ?= 3
 
 .PHONY: soak
-soak: postgres setup models signing-tool node-sdks ## Full sizes: ROUNDS runs of `make test`, fresh examples, the long tests; names what failed
+soak: postgres proxies setup models signing-tool node-sdks ## Full sizes: ROUNDS runs of `make test`, fresh examples, the long tests; names what failed
 	@failed=; \
 	for round in $$(seq $(ROUNDS)); do \
 	  echo "── round $$round of $(ROUNDS)"; $(MAKE) test || failed="$$failed round-$$round"; \

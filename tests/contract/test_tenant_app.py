@@ -7,19 +7,15 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from tests.contract.tenant_stand import BODY, CHAT, KEY, MESSAGE, RESPONSE, TenantStand, tenant_standing
+from tests.contract.tenant_stand import BODY, CHAT, KEY, TenantStand, tenant_standing
+from tests.e2e.surfaces import ACTIVE, SURFACES, Asked
 
 from weir.config import GatewayConfig
 from weir.messages import Acquire
 
 KIBIBYTE = 1024
 CONFIG = GatewayConfig(bodies_bytes_max=256 * KIBIBYTE, body_bytes_max=200 * KIBIBYTE, body_wait_ms=5_000)
-SURFACES = [
-    ("/v1/generations", BODY),
-    ("/v1/chat/completions", CHAT),
-    ("/v1/responses", RESPONSE),
-    ("/v1/messages", MESSAGE),
-]
+FORMS = [(SURFACES[name].path, SURFACES[name].body(Asked("x", stream=False))) for name in ACTIVE]
 HEAD = f"POST /v1/generations HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n".encode()
 WAIT_S = 10
 
@@ -48,7 +44,7 @@ async def answer_to(stand: TenantStand, request: bytes) -> tuple[bytes, Any]:
 CHUNKED = b"POST %b HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n%b\r\n%x\r\n%b\r\n0\r\n%b\r\n"
 
 
-@pytest.mark.parametrize(("path", "body"), SURFACES)
+@pytest.mark.parametrize(("path", "body"), FORMS)
 async def test_what_follows_a_chunked_body_is_no_header(stand: TenantStand, path: str, body: dict[str, object]) -> None:
     """Protects authentication and ids from trailers: proxies check headers, and let trailers through."""
     content = json.dumps({**body, "unknown": 1}).encode()
@@ -62,7 +58,7 @@ async def test_what_follows_a_chunked_body_is_no_header(stand: TenantStand, path
     assert b"from-a-trailer" not in head
 
 
-@pytest.mark.parametrize(("path", "_"), SURFACES)
+@pytest.mark.parametrize(("path", "_"), FORMS)
 @pytest.mark.parametrize("name", ["Authorization", "x-api-key", "Idempotency-Key", "weir-deadline-ms", "weir-anything"])
 async def test_a_header_that_names_who_or_what_comes_once(stand: TenantStand, path: str, _: object, name: str) -> None:
     """Protects identity and idempotency: of two such headers a proxy could read one and we the other."""
@@ -274,7 +270,7 @@ async def test_bodies_in_flight_are_bounded_together_and_given_back(ending: str)
 # ── failures of a part ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("path", "body"), SURFACES)
+@pytest.mark.parametrize(("path", "body"), FORMS)
 @pytest.mark.parametrize("fault", [AssertionError("inner text"), RuntimeError("inner text")], ids=["invariant", "bug"])
 async def test_a_failing_part_is_answered_in_our_shape(
     stand: TenantStand, fault: Exception, path: str, body: dict[str, object]
@@ -291,7 +287,7 @@ async def test_a_failing_part_is_answered_in_our_shape(
     assert stand.broken == ([fault] if isinstance(fault, AssertionError) else [])
 
 
-@pytest.mark.parametrize(("path", "body"), SURFACES)
+@pytest.mark.parametrize(("path", "body"), FORMS)
 async def test_a_request_that_the_server_gives_up_is_answered_in_our_shape(
     stand: TenantStand, path: str, body: dict[str, object]
 ) -> None:

@@ -6,30 +6,26 @@ and the open holds tell the same end, and the payer is the table's. Each test ca
 
 import asyncio
 import re
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
 from urllib.parse import quote
 
 from tests.e2e.running_cell import RunningCell
 from tests.e2e.scripted_engine import Script
-from tests.e2e.sse_client import Answer, Call, Event, ask, bearer, calling
+from tests.e2e.sse_client import Answer, Call, ask, bearer, calling
+from tests.e2e.surfaces import SURFACES, Asked, Shown
 
 SETTLED_S = 10.0
 PRICE_INPUT, PRICE_OUTPUT = 200_000, 600_000  # of the demonstration, micro-dollars per million tokens
 BUDGET = 10_000_000
 
-Surface = Literal["native", "chat", "responses", "messages"]
-RESPONSE_ENDS = ("response.completed", "response.incomplete", "response.failed")
-PATHS: dict[Surface, str] = {
-    "native": "/v1/generations",
-    "chat": "/v1/chat/completions",
-    "responses": "/v1/responses",
-    "messages": "/v1/messages",
-}
+Surface = str
+"""A name in `SURFACES`."""
 Payer = Literal["tenant", "platform", "nobody"]
 _numbers = count(1)
 
@@ -64,63 +60,6 @@ async def wait_until(condition: Callable[[], Awaitable[bool]], what: str, bound_
 def price(input_tokens: int, output_tokens: int) -> int:
     """Micro-dollars of uncached tokens, rounded up."""
     return -(-(input_tokens * PRICE_INPUT + output_tokens * PRICE_OUTPUT) // 1_000_000)
-
-
-@dataclass(frozen=True)
-class Shown:
-    """How an ending was told to the caller. http: 0 for a stream whose headers were sent."""
-
-    http: int
-    status: str | None
-    reason: str | None
-    code: str | None
-    text: str
-    usage: Mapping[str, Any] | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a generation is asked for."""
-
-    stream: bool = True
-    surface: Surface = "native"
-    deadline_ms: int | None = None
-    most: int = 1_000
-
-    def native(self, prompt: str, request_id: str) -> dict[str, Any]:
-        """The native body."""
-        return {
-            "request_id": request_id,
-            "model_alias": "assistant",
-            "input": prompt,
-            "max_output_tokens": self.most,
-            "stream": self.stream,
-            "deadline_ms": self.deadline_ms,
-        }
-
-    def chat(self, prompt: str) -> dict[str, Any]:
-        """The body of a chat completion."""
-        return {
-            "model": "assistant",
-            "messages": [{"role": "user", "content": prompt}],
-            "max_completion_tokens": self.most,
-            "stream": self.stream,
-            "stream_options": {"include_usage": True} if self.stream else None,
-        }
-
-    def messages(self, prompt: str) -> dict[str, Any]:
-        """The body of Anthropic's messages."""
-        return {
-            "model": "assistant",
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": self.most,
-            "stream": self.stream,
-        }
-
-    def responses(self, prompt: str) -> dict[str, Any]:
-        """The body of a response."""
-        return {"model": "assistant", "input": prompt, "max_output_tokens": self.most, "stream": self.stream}
 
 
 @dataclass(frozen=True)
@@ -178,20 +117,20 @@ class Stage:
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def call(
+    @asynccontextmanager
+    async def call(
         self, caller: Caller, script: Script | str, request_id: str, *, receive_bytes: int | None = None, **form: Any
-    ) -> AbstractAsyncContextManager[Call]:
-        """Send one generation. form: the fields of Form; receive_bytes: the client's receive buffer."""
-        prompt, asked = script if isinstance(script, str) else script.prompt(), Form(**form)
-        headers, path, body = bearer(caller.secret), "/v1/generations", asked.native(prompt, request_id)
-        if asked.surface != "native":
-            path, body = PATHS[asked.surface], getattr(asked, asked.surface)(prompt)
-            headers |= {"idempotency-key": request_id}
-            headers |= {"weir-deadline-ms": str(asked.deadline_ms)} if asked.deadline_ms else {}
-        return calling(self.cell.api, path, body=body, headers=headers, receive_bytes=receive_bytes)
+    ) -> AsyncIterator[Call]:
+        """Send one generation. form: the fields of Asked, and the surface; receive_bytes: the client's receive buffer."""
+        surface = SURFACES[form.pop("surface", "native")]
+        asked = Asked(script if isinstance(script, str) else script.prompt(), request_id, **form)
+        headers, body = bearer(caller.secret, surface.headers(asked)), surface.body(asked)
+        async with calling(self.cell.api, surface.path, body=body, headers=headers, receive_bytes=receive_bytes) as call:
+            call.surface = surface.name
+            yield call
 
     async def run(self, caller: Caller, script: Script | str, request_id: str, **form: Any) -> Shown:
-        """One generation to its end. form: the fields of Form."""
+        """One generation to its end. form: the fields of Asked, and the surface."""
         async with self.call(caller, script, request_id, **form) as call:
             return await read_shown(call)
 
@@ -279,6 +218,17 @@ class Stage:
         assert (shown.http, shown.reason) == (200, "stop"), shown
 
 
+@contextmanager
+def locked_store(stage: Stage) -> Iterator[None]:
+    """Another process has the database's write lock while the block runs: no write of the cell gets through."""
+    with closing(sqlite3.connect(stage.cell.state / "weir.sqlite3", isolation_level=None)) as database:
+        database.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        finally:
+            database.execute("ROLLBACK")
+
+
 # ── how an answer is read ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -307,113 +257,13 @@ async def streaming(url: str, caller: Caller, request_id: str, script: Script) -
 
 async def read_shown(call: Call) -> Shown:
     """Read an answer of any surface to its end."""
+    surface = SURFACES[call.surface]
     if await call.head() == 200 and call.headers["content-type"].startswith("text/event-stream"):
         async for _ in call.events():
             pass
-        first = call.seen[0].name
-        readers = {"accepted": _native_stream, "response.created": _response_stream, "message_start": messages_stream}
-        return readers.get(first, _chat_stream)(call.seen)
+        return surface.shown_stream(call.seen)
     answer = await call.answer()
-    body = answer.json
-    if body.get("object") == "response":
-        return _response_shown(answer.status, body, "".join(_response_text(body)))
-    if "error" in body and "message" in body["error"]:
-        code = body["error"]["code"]
-        record = body["error"].get("generation", {})
-        return Shown(answer.status, record.get("status"), record.get("finish_reason"), code, "", None, answer.headers)
-    if "choices" in body:
-        choice = body["choices"][0]
-        text = choice["message"]["content"]
-        return Shown(answer.status, "completed", choice["finish_reason"], None, text, None, answer.headers)
-    if body.get("type") == "message":
-        text = "".join(block["text"] for block in body["content"])
-        return Shown(answer.status, "completed", MESSAGE_REASONS[body["stop_reason"]], None, text, None, answer.headers)
-    code = body["code"] if "code" in body else body.get("error", {}).get("code")
-    text = body.get("output", "")
-    return Shown(answer.status, body["status"], body.get("finish_reason"), code, text, body.get("usage"), answer.headers)
-
-
-def _native_stream(events: list[Event]) -> Shown:
-    assert [event.id for event in events] == [str(number) for number in range(len(events))]
-    assert [event.name for event in events] == ["accepted", *["output"] * (len(events) - 2), "done"]
-    done = events[-1].json
-    text = "".join(event.json["text"] for event in events[1:-1])
-    return Shown(0, done["status"], done["finish_reason"], done.get("error", {}).get("code"), text, done["usage"])
-
-
-def _response_stream(events: list[Event]) -> Shown:
-    assert [event.json["sequence_number"] for event in events] == list(range(len(events)))
-    assert all(event.json["type"] == event.name for event in events)
-    terminal = [event.name for event in events if event.name in RESPONSE_ENDS]
-    assert terminal == [events[-1].name], terminal
-    text = "".join(event.json["delta"] for event in events if event.name == "response.output_text.delta")
-    response = events[-1].json["response"]
-    assert "".join(_response_text(response)) == text
-    return _response_shown(0, response, text)
-
-
-def _response_shown(http: int, response: dict[str, Any], text: str) -> Shown:
-    """The finish reason is told as far as a response has it: a stop is merely completed."""
-    code, incomplete = (response["error"] or {}).get("code"), response["incomplete_details"]
-    ended = {"incomplete": "completed"}.get(response["status"], response["status"])
-    if code is not None:
-        return Shown(http, None, None, code, text)
-    reason = {"max_output_tokens": "length"}.get(incomplete["reason"], incomplete["reason"]) if incomplete else "stop"
-    assert response["usage"]["cost_microusd"] == price(response["usage"]["input_tokens"], response["usage"]["output_tokens"])
-    return Shown(http, ended, reason, None, text)
-
-
-def _response_text(response: dict[str, Any]) -> Iterator[str]:
-    return (part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])
-
-
-def _chat_stream(events: list[Event]) -> Shown:
-    assert events[-1].data == "[DONE]"
-    chunks = [event.json for event in events[:-1]]
-    if "error" in chunks[-1]:
-        return Shown(0, None, None, chunks[-1]["error"]["code"], _chat_text(chunks[:-1]))
-    reason = next(chunk["choices"][0]["finish_reason"] for chunk in reversed(chunks) if chunk["choices"])
-    assert chunks[-1]["usage"]["total_tokens"] > 0 and chunks[-1]["choices"] == []
-    return Shown(0, "completed", reason, None, _chat_text(chunks[:-1]))
-
-
-MESSAGE_REASONS = {"end_turn": "stop", "max_tokens": "length", "tool_use": "tool_calls", "refusal": "content_filter"}
-
-
-def messages_stream(events: list[Event]) -> Shown:
-    """A stream of messages, whose shape is checked: blocks follow each other, and exactly one event ends it, the last."""
-    seen = [event for event in events if event.name != "ping"]
-    assert all(event.json["type"] == event.name for event in seen)
-    assert [event.name for event in seen].count("message_start") == 1
-    assert [index for index, event in enumerate(seen) if event.name in ("message_stop", "error")] == [len(seen) - 1]
-    blocks = [event for event in seen if event.name.startswith("content_block_")]
-    open_block = _block_left_open(blocks)
-    deltas = [event.json["delta"] for event in blocks if event.name == "content_block_delta"]
-    text = "".join(delta.get("text", "") for delta in deltas)
-    if seen[-1].name == "error":
-        return Shown(0, None, None, seen[-1].json["error"]["code"], text)
-    assert open_block is None and [event.name for event in seen[len(blocks) + 1 :]] == ["message_delta", "message_stop"]
-    told = seen[-2].json
-    assert told["usage"]["output_tokens"] >= 0
-    return Shown(0, "completed", MESSAGE_REASONS[told["delta"]["stop_reason"]], None, text)
-
-
-def _block_left_open(blocks: list[Event]) -> int | None:
-    """The block that a stream ended within; blocks must follow each other, numbered from 0."""
-    open_block, begun = None, 0
-    for event in blocks:
-        index = event.json["index"]
-        if event.name == "content_block_start":
-            assert open_block is None and index == begun
-            open_block, begun = index, begun + 1
-        assert index == open_block
-        if event.name == "content_block_stop":
-            open_block = None
-    return open_block
-
-
-def _chat_text(chunks: list[dict[str, Any]]) -> str:
-    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    return surface.shown_whole(answer.status, answer.headers, answer.json)
 
 
 def check_shown(shown: Shown, reason: str, usage: Mapping[str, Any]) -> None:
@@ -423,7 +273,8 @@ def check_shown(shown: Shown, reason: str, usage: Mapping[str, Any]) -> None:
     if shown.status is not None:
         assert (shown.status, shown.reason) == (status, reason), shown
     if shown.usage is not None:
-        assert {**shown.usage, "settlement": "posted"} == usage
+        told = {**shown.usage, "settlement": "posted"}
+        assert told == {name: usage[name] for name in told}, (shown, usage)
     if shown.http == 503:
         assert int(shown.headers["retry-after"]) >= 1
     if shown.http == 504:

@@ -16,7 +16,22 @@ MODEL = "scripted"
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 ECHO = "the engine quotes: "
 
-Finish = Literal["stop", "length", "tool_calls", "content_filter", "stall", "cut", "reset", "error", "garbage", "unfinished"]
+Finish = Literal[
+    "stop",
+    "length",
+    "tool_calls",
+    "content_filter",
+    "stall",
+    "cut",
+    "reset",
+    "error",
+    "garbage",
+    "not_utf8",
+    "surrogate",
+    "unfinished",
+]
+GENERATING = (b"/v1/chat/completions", b"/v1/completions")
+_BROKEN_TEXTS = {"garbage": b'{"choices": [}', "not_utf8": b"\xff\xc3", "surrogate": b"\\ud83d"}
 
 
 class Script(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -24,8 +39,13 @@ class Script(msgspec.Struct, frozen=True, omit_defaults=True):
 
     status other than 200 refuses, quoting the prompt as real engines do. cut ends the answer in the middle of HTTP, unfinished
     ends it properly without a finish reason. hold_at: after so many tokens wait for the engine's `release`, whether or not the
-    client is still there. last_usage: the usage object of the last chunk, as it is. deltas: sent after the words, each as it is
-    and as one token. choices: what the choice of each chunk says in place of the word; there are as many tokens.
+    client is still there. last_usage: the usage object of the last chunk, as it is. choices: what the choice of each chunk says
+    in place of the word; there are as many tokens. deltas: sent after the words, each as it is and as one token. arguments: of
+    a tool call behind them.
+
+    How it is written: eol ends lines; comments stand between and before them; padding: bytes of a field that nobody knows, in
+    each event; packet: so many bytes at a time, 0 for whole events; cut_at: after so many bytes of the answer, head included,
+    the connection is closed, with a RST where cut_resets.
     """
 
     tokens: int = 4
@@ -41,6 +61,13 @@ class Script(msgspec.Struct, frozen=True, omit_defaults=True):
     last_usage: dict[str, Any] | None = None
     deltas: list[dict[str, Any]] = []
     choices: tuple[dict[str, Any], ...] = ()
+    eol: str = "\n"
+    comments: bool = False
+    padding: int = 0
+    packet: int = 0
+    cut_at: int | None = None
+    cut_resets: bool = False
+    arguments: str = ""
 
     def prompt(self) -> str:
         """The prompt that asks for this script."""
@@ -64,6 +91,10 @@ def count_tokens(prompt: str) -> int:
 
 class _Left(Exception):
     """The client closed its connection."""
+
+
+class _Cut(Exception):
+    """The script says to close it here."""
 
 
 class ScriptedEngine:
@@ -161,7 +192,7 @@ class ScriptedEngine:
         length = int(head.split(b"content-length: ")[1].split(b"\r\n")[0]) if b"content-length: " in head else 0
         body = await reader.readexactly(length)
         path = head.split(b" ")[1]
-        if path != b"/v1/chat/completions":
+        if path not in GENERATING:
             known = path != b"/tokenize" or self._counts_input
             await _answer(writer, *(_answer_to(path, body) if known else (404, {})))
             return True
@@ -170,6 +201,8 @@ class ScriptedEngine:
         try:
             self.asked = asked = msgspec.json.decode(body)
             return await _Generation(reader, writer, asked, self.sent, self.always, self._released).run()
+        except _Cut:
+            return False
         except (_Left, ConnectionError):
             self.left += 1
             return False
@@ -193,8 +226,11 @@ class _Generation:
         self._released = released
         self._reader = reader
         self._writer = writer
-        self._prompt: str = body["messages"][-1]["content"]
+        self._is_chat = "messages" in body
+        self._prompt: str = body["messages"][-1]["content"] if self._is_chat else body["prompt"]
         self._script = always or _script_in(self._prompt)
+        self._unwritten = b""
+        self._written = 0
 
     async def run(self) -> bool:
         """Follow the script; whether the connection can be used again."""
@@ -203,55 +239,67 @@ class _Generation:
             await self._wait(script.first_ms)
             await _answer(writer, script.status, {"error": {"type": "BadRequestError", "message": ECHO + self._prompt}})
             return True
-        writer.write(HEAD)
-        self._chunk([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}], 0)
+        self._unwritten = HEAD
+        if self._is_chat:
+            self._chunk([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}], 0)
         await self._wait(script.first_ms)
         for number in range(script.tokens + 1):
             if number:
-                said = script.choices[number - 1] if script.choices else {"delta": {"content": script.word}}
+                said = script.choices[number - 1] if script.choices else self._text(script.word)
                 self._chunk([{"index": 0, "finish_reason": None, **said}], number)
                 self._sent[script.note] = number
                 await self._wait(script.gap_ms)
             if number == script.hold_at:
+                await self._flush()
                 await asyncio.wait_for(self._released.wait(), WAIT_S)
         for number, delta in enumerate(script.deltas, script.tokens + 1):
             self._chunk([{"index": 0, "delta": delta, "finish_reason": None}], number)
             await self._wait(script.gap_ms)
+        if script.arguments and self._is_chat:
+            call = {"index": 0, "id": "call-1", "type": "function"}
+            delta = {"tool_calls": [{**call, "function": {"name": "look_up", "arguments": script.arguments}}]}
+            self._chunk([{"index": 0, "delta": delta, "finish_reason": None}], script.tokens)
         return await self._end()
 
     async def _end(self) -> bool:
         script, writer = self._script, self._writer
         match script.end:
             case "stall":
+                await self._flush()
                 await self._wait(60_000)
             case "reset":
                 await self._wait(20)  # what was written before arrives first
                 writer.transport.abort()
                 return False
             case "cut":
-                writer.write(b"40\r\ndata: {")
-                await writer.drain()
+                self._unwritten += b"40\r\ndata: {"
+                await self._flush()
                 return False
-            case "garbage":
-                self._event(b'{"choices": [}')
+            case "garbage" | "not_utf8" | "surrogate":
+                self._event(b'{"choices":[{"index":0,"delta":{"content":"%b"}}]}' % _BROKEN_TEXTS[script.end])
             case "error":
                 self._event(msgspec.json.encode({"error": {"type": "InternalServerError", "message": ECHO + self._prompt}}))
             case "unfinished":
                 self._event(b"[DONE]")
             case "stop" | "length" | "tool_calls" | "content_filter":
                 made = script.tokens + len(script.deltas)
-                self._chunk([{"index": 0, "delta": {}, "finish_reason": script.end}], made)
+                self._chunk([{"index": 0, **self._text(""), "finish_reason": script.end}], made)
                 if script.last_usage is not None:
                     self._event(msgspec.json.encode({"id": "x", "choices": [], "usage": script.last_usage}))
                 elif script.counts:
                     self._chunk([], made)
                 self._event(b"[DONE]")
-        writer.write(b"0\r\n\r\n")
-        await writer.drain()
+        self._unwritten += b"0\r\n\r\n"
+        await self._flush()
         return True
+
+    def _text(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}} if self._is_chat else {"text": text}
 
     def _chunk(self, choices: list[dict[str, Any]], output_tokens: int) -> None:
         chunk: dict[str, Any] = {"id": "x", "choices": choices}
+        if self._script.padding:
+            chunk["padding"] = "p" * self._script.padding
         if self._script.counts:
             truth = (count_tokens(self._prompt), output_tokens)
             told = truth if self._script.usage is None else self._script.usage
@@ -262,12 +310,34 @@ class _Generation:
         self._event(msgspec.json.encode(chunk))
 
     def _event(self, payload: bytes) -> None:
-        event = b"data: " + payload + b"\n\n"
-        self._writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+        eol = self._script.eol.encode()
+        event = b"data: " + payload + eol + eol
+        if self._script.comments:
+            event = b": before" + eol + b"event: chunk" + eol + event + b":" + eol + eol + b": \xc3\xbc between" + eol
+        self._unwritten += b"%x\r\n%b\r\n" % (len(event), event)
+
+    async def _flush(self) -> None:
+        """Write what waits, as the script says. Raises _Cut where it says so."""
+        script, pending, self._unwritten = self._script, self._unwritten, b""
+        left = len(pending) if script.cut_at is None else script.cut_at - self._written
+        self._written += len(pending)
+        size = script.packet or len(pending) or 1
+        for at in range(0, min(left, len(pending)), size):
+            self._writer.write(pending[at : min(at + size, left)])
+            await self._writer.drain()
+            if script.packet:
+                await asyncio.sleep(0)
+        if left < len(pending):
+            await asyncio.sleep(0.003 if script.cut_resets else 0)  # what was written before arrives first
+            if script.cut_resets:
+                self._writer.transport.abort()
+            raise _Cut
 
     async def _wait(self, wait_ms: int) -> None:
         """Let time pass. Raises _Left when the client closed its connection."""
-        await self._writer.drain()
+        if not wait_ms and (self._script.packet or self._script.cut_at is not None):
+            return  # packets and cuts are those of the whole
+        await self._flush()
         if not wait_ms:
             return
         try:

@@ -6,11 +6,15 @@ It parses just enough HTTP/1.1 and SSE; every wait is bounded. It never retries 
 import asyncio
 import json
 import socket
+import struct
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
+
+from tests.e2e.surfaces import SURFACES
+from tests.event_streams import Event, EventReader
 
 WAIT_S = 15.0
 Body = Mapping[str, Any] | bytes | None
@@ -30,29 +34,20 @@ class Answer:
         return json.loads(self.body)
 
 
-@dataclass(frozen=True)
-class Event:
-    """One server-sent event; `data` as it was written."""
-
-    name: str
-    id: str
-    data: str
-
-    @property
-    def json(self) -> Any:
-        """The data as JSON."""
-        return json.loads(self.data)
-
-
 @dataclass
 class Call:
-    """A request that was sent; the answer is read when the test asks for it. seen: the events read so far."""
+    """A request that was sent; the answer is read when the test asks for it. seen: the events read so far.
+
+    surface: the name of the one that was asked.
+    """
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    surface: str = "native"
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     seen: list[Event] = field(default_factory=list)
+    parsed: EventReader = field(default_factory=EventReader)
     _events: AsyncIterator[Event] | None = None
 
     async def head(self) -> int:
@@ -71,6 +66,10 @@ class Call:
             if "content-length" in self.headers:
                 yield await self.reader.readexactly(int(self.headers["content-length"]))
                 return
+            if "transfer-encoding" not in self.headers:  # HTTP/1.0: ended by the connection
+                while piece := await self.reader.read(2**16):
+                    yield piece
+                return
             while size := int(await self.reader.readuntil(b"\r\n"), 16):  # ended by the chunk of size 0
                 yield (await self.reader.readexactly(size + 2))[:-2]
             await self.reader.readexactly(2)
@@ -87,26 +86,18 @@ class Call:
         return self._events
 
     async def output_begun(self) -> None:
-        """The stream has shown output: an event that has its own name on most surfaces, else a chunk with text."""
+        """The stream has shown output text."""
         async for event in self.events():
-            if event.name in ("output", "response.output_text.delta", "content_block_delta") or (
-                not event.name and '"content":"' in event.data and '"content":""' not in event.data
-            ):
+            if SURFACES[self.surface].text_in(event):
                 return
         raise AssertionError("the stream ended without output")
 
     async def _read_events(self) -> AsyncIterator[Event]:
-        text = b""
         async for piece in self.pieces():
-            text += piece
-            *blocks, text = text.split(b"\n\n")
-            for block in blocks:
-                lines = [line.partition(": ") for line in block.decode().split("\n") if not line.startswith(":")]
-                fields = {name: value for name, _, value in lines}
-                if "data" in fields:
-                    self.seen.append(Event(fields.get("event", ""), fields.get("id", ""), fields["data"]))
-                    yield self.seen[-1]
-        assert not text, f"{self.status}: it ended within an event, or is none: {text[:200]!r}"
+            for event in self.parsed.feed(piece):
+                self.seen.append(event)
+                yield event
+        self.parsed.close()
 
     def leave(self) -> None:
         """Close the connection, whatever was not read."""
@@ -116,18 +107,16 @@ class Call:
         """Say that nothing more will be sent."""
         self.writer.write_eof()
 
+    def reset(self) -> None:
+        """Cut the connection with a RST."""
+        link = self.writer.get_extra_info("socket")
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
 
 @asynccontextmanager
-async def calling(
-    url: str,
-    path: str,
-    *,
-    method: str = "POST",
-    body: Body = None,
-    headers: Mapping[str, str] | None = None,
-    receive_bytes: int | None = None,
-) -> AsyncIterator[Call]:
-    """Send one request; the connection is closed with the block. receive_bytes: the socket's receive buffer."""
+async def connected(url: str, receive_bytes: int | None = None) -> AsyncIterator[Call]:
+    """A connection on which nothing was sent; closed with the block. receive_bytes: the socket's receive buffer."""
     parts = urlsplit(url)
     link = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     link.setblocking(False)
@@ -143,9 +132,6 @@ async def calling(
         link.close()
         raise
     try:
-        writer.write(_request(method, parts.netloc, path, body, headers or {}))
-        async with asyncio.timeout(WAIT_S):
-            await writer.drain()
         yield Call(reader, writer)
     finally:
         writer.close()
@@ -156,9 +142,28 @@ async def calling(
             pass
 
 
-def _request(method: str, host: str, path: str, body: Body, headers: Mapping[str, str]) -> bytes:
+@asynccontextmanager
+async def calling(
+    url: str,
+    path: str,
+    *,
+    method: str = "POST",
+    body: Body = None,
+    headers: Mapping[str, str] | None = None,
+    receive_bytes: int | None = None,
+) -> AsyncIterator[Call]:
+    """Send one request; the connection is closed with the block. receive_bytes: the socket's receive buffer."""
+    async with connected(url, receive_bytes) as call:
+        call.writer.write(request_bytes(method, path, body, headers or {}))
+        async with asyncio.timeout(WAIT_S):
+            await call.writer.drain()
+        yield call
+
+
+def request_bytes(method: str, path: str, body: Body, headers: Mapping[str, str]) -> bytes:
+    """A request as it is sent."""
     content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-    lines = [f"{method} {path} HTTP/1.1", f"host: {host}", f"content-length: {len(content)}"]
+    lines = [f"{method} {path} HTTP/1.1", "host: weir", f"content-length: {len(content)}"]
     lines += ["content-type: application/json", *(f"{name}: {value}" for name, value in headers.items())]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + content
 

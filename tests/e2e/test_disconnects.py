@@ -2,10 +2,12 @@
 
 import asyncio
 
+import msgspec
 import pytest
-from tests.e2e.ending_stage import Stage, Surface, wait_until
+from tests.e2e.ending_stage import Stage, Surface, locked_store, wait_until
 from tests.e2e.scripted_engine import Script, ScriptedEngine
 from tests.e2e.sse_client import Call
+from tests.e2e.surfaces import ACTIVE, ANSWERS, SURFACES
 
 CONFIG = """
 [pool]
@@ -18,7 +20,10 @@ LONG = Script(tokens=400, gap_ms=25, note="long")
 STOPPED_S = 2.0
 """From leaving to an engine that runs nothing: far below what the request would have taken."""
 
-SURFACES: list[Surface] = ["native", "chat", "responses"]
+UNENDED = Script(end="stall")
+HELD = Script(hold_at=4)
+LEAVE = {"closed": Call.leave, "half_closed": Call.half_close, "reset": Call.reset}
+"""Half a close is a close: what follows it is nobody's."""
 
 
 async def check_stopped(stage: Stage, engine: ScriptedEngine) -> None:
@@ -43,27 +48,24 @@ async def check_left_while_generating(stage: Stage, engine: ScriptedEngine, call
         await wait_until(has_generated, "the engine generates")
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["closed", "half_closed"])
-@pytest.mark.parametrize("surface", SURFACES)
+@pytest.mark.parametrize("how", LEAVE)
+@pytest.mark.parametrize("surface", ACTIVE)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_leaving_while_it_generates(
-    stage: Stage, engine: ScriptedEngine, stream: bool, surface: Surface, half: bool
+    stage: Stage, engine: ScriptedEngine, stream: bool, surface: Surface, how: str
 ) -> None:
-    """The engine is cut at once; the tenant pays its input and what was generated. Half a close is a close."""
+    """The engine is cut at once; the tenant pays its input and what was generated."""
     caller = await stage.caller()
     engine.sent.clear()
     async with stage.call(caller, LONG, "it", stream=stream, surface=surface) as call:
         await check_left_while_generating(stage, engine, call, stream)
-        if half:
-            call.half_close()
-        else:
-            call.leave()
+        LEAVE[how](call)
         await check_stopped(stage, engine)
     await stage.check_ended(caller, "it", "disconnect", "tenant")
     await stage.check_serves(caller)
 
 
-@pytest.mark.parametrize("surface", SURFACES)
+@pytest.mark.parametrize("surface", ACTIVE)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_leaving_before_the_first_token(stage: Stage, engine: ScriptedEngine, stream: bool, surface: Surface) -> None:
     """Nothing was generated, so the platform pays for the input that the engine read."""
@@ -75,7 +77,55 @@ async def test_leaving_before_the_first_token(stage: Stage, engine: ScriptedEngi
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_leaving_the_queue(stage: Stage, engine: ScriptedEngine, stream: bool) -> None:
+@pytest.mark.parametrize("surface", ACTIVE)
+async def test_leaving_after_the_last_token(stage: Stage, engine: ScriptedEngine, surface: Surface, stream: bool) -> None:
+    """All output is there and the engine has not said so: leaving ends it, and the tenant pays what was generated."""
+    caller, script = await stage.caller(), msgspec.structs.replace(UNENDED, note=f"unended-{surface}-{stream}")
+
+    async def is_all_there() -> bool:
+        return engine.sent.get(script.note, 0) == script.tokens
+
+    async with stage.call(caller, script, "it", stream=stream, surface=surface) as call:
+        await wait_until(is_all_there, "the last token")
+        if stream:
+            await read_text(call, script.text)
+        call.leave()
+        await check_stopped(stage, engine)
+    await stage.check_ended(caller, "it", "disconnect", "tenant")
+    await stage.check_serves(caller)
+
+
+async def read_text(call: Call, text: str) -> None:
+    """Read a stream until it has shown this text."""
+    surface = SURFACES[call.surface]
+    async for _ in call.events():
+        if surface.text(call.seen) == text:
+            return
+    raise AssertionError(f"it ended with {surface.text(call.seen)!r}")
+
+
+@pytest.mark.parametrize("surface", ACTIVE)
+async def test_leaving_before_the_settlement_is_shown(stage: Stage, engine: ScriptedEngine, surface: Surface) -> None:
+    """The engine ended, the terminal event waits for the store: who leaves now has completed, and pays what was delivered."""
+    caller = await stage.caller()
+    engine.hold()
+
+    async def has_ended() -> bool:
+        return engine.running == 0
+
+    async with stage.call(caller, HELD, "it", surface=surface) as call:
+        await read_text(call, HELD.text)
+        with locked_store(stage):
+            engine.release()
+            await wait_until(has_ended, "the engine ended")
+            call.leave()
+    await stage.check_ended(caller, "it", "stop", "tenant")
+    await stage.check_quiet()
+
+
+@pytest.mark.parametrize("surface", ACTIVE)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_leaving_the_queue(stage: Stage, engine: ScriptedEngine, stream: bool, surface: Surface) -> None:
     """A place in the queue is given up at once, costs nobody anything, and never reaches the engine."""
     caller, other, started = await stage.caller(), await stage.caller(), engine.started
 
@@ -85,7 +135,7 @@ async def test_leaving_the_queue(stage: Stage, engine: ScriptedEngine, stream: b
     async with stage.call(other, LONG, "ahead"):
         await wait_until(has_reached_the_engine, "the request ahead runs on the engine")
         before = (await stage.metrics())["weir_queue_entries"]
-        async with stage.call(caller, SILENT, "it", stream=stream):
+        async with stage.call(caller, SILENT, "it", stream=stream, surface=surface):
             await stage.wait_status(caller, "it", "queued")
         await stage.wait_status(caller, "it", "cancelled")
         assert (await stage.metrics())["weir_queue_entries"] == before == 0
@@ -94,10 +144,13 @@ async def test_leaving_the_queue(stage: Stage, engine: ScriptedEngine, stream: b
     await stage.check_ended(caller, "it", "disconnect", "nobody")
 
 
-async def test_bytes_of_a_next_request_do_not_hide_that_the_client_left(stage: Stage, engine: ScriptedEngine) -> None:
+@pytest.mark.parametrize("surface", ACTIVE)
+async def test_bytes_of_a_next_request_do_not_hide_that_the_client_left(
+    stage: Stage, engine: ScriptedEngine, surface: Surface
+) -> None:
     """A client that pipelines a second request and closes is seen to leave the first."""
     caller = await stage.caller()
-    async with stage.call(caller, LONG, "it") as call:
+    async with stage.call(caller, LONG, "it", surface=surface) as call:
         await call.output_begun()
         call.writer.write(b"GET /healthz HTTP/1.1\r\nhost: weir\r\n\r\n")
         await call.writer.drain()
@@ -125,7 +178,8 @@ async def test_many_that_leave_at_once(stage: Stage, engine: ScriptedEngine) -> 
     caller = await stage.caller()
 
     async def leave(number: int) -> None:
-        async with stage.call(caller, LONG, f"it-{number}", stream=number % 2 == 0):
+        surface, stream = ANSWERS[number % len(ANSWERS)]
+        async with stage.call(caller, LONG, f"it-{number}", stream=stream, surface=surface):
             await asyncio.sleep(number * 0.005)  # the moment of leaving, which is what varies
 
     async with asyncio.TaskGroup() as tasks:

@@ -2,9 +2,8 @@
 
 import asyncio
 import signal
-import sqlite3
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.e2e.ending_stage import Caller, Payer, Stage, Surface, price, read_shown, wait_until
+from tests.e2e.ending_stage import Caller, Payer, Stage, Surface, locked_store, price, read_shown, wait_until
 from tests.e2e.running_cell import running_cell
 from tests.e2e.scripted_engine import Script, ScriptedEngine
 from tests.e2e.sse_client import Call
+from tests.e2e.surfaces import ANSWERS
 
 LANES = 2
 CONFIG = f"""
@@ -31,9 +31,6 @@ early_headers_ms = 500
 queue_wait_ms = 800
 drain_grace_ms = 300
 """
-ANSWERS: list[tuple[Surface, bool]] = [
-    (surface, stream) for surface in ("native", "chat", "responses", "messages") for stream in (True, False)
-]
 LONG = Script(tokens=400, gap_ms=25)
 SILENT = Script(first_ms=20_000)
 BUSY = Script(tokens=400, gap_ms=200)
@@ -233,17 +230,6 @@ async def test_a_drain_ends_what_is_left_after_its_grace(tmp_path: Path) -> None
 
 
 STORE_CONFIG = f"{CONFIG}store_wait_ms = 500\ndelivery_step_tokens = 8\n".replace("concurrency = 2", "concurrency = 8")
-
-
-@contextmanager
-def locked_store(stage: Stage) -> Iterator[None]:
-    """Another process has the database's write lock while the block runs: no write of the cell gets through."""
-    with closing(sqlite3.connect(stage.cell.state / "weir.sqlite3", isolation_level=None)) as database:
-        database.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        finally:
-            database.execute("ROLLBACK")
 
 
 async def test_a_store_that_cannot_be_written(engine: ScriptedEngine, tmp_path: Path) -> None:

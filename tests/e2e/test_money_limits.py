@@ -9,7 +9,7 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
-from tests.e2e.ending_stage import Caller, Shown, Stage, price, read_shown
+from tests.e2e.ending_stage import Caller, Stage, price, read_shown
 from tests.e2e.money_stage import (
     CELLS,
     CODES,
@@ -25,6 +25,7 @@ from tests.e2e.money_stage import (
 from tests.e2e.running_cell import kill_if_running
 from tests.e2e.scripted_engine import Script, ScriptedEngine
 from tests.e2e.sse_client import Call
+from tests.e2e.surfaces import Shown
 
 MOST = 40
 HELD = Script(tokens=12, hold_at=5)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from zoneinfo import ZoneInfo
 
 import pytest
-from tests.e2e.ending_stage import Caller, Form, Stage, price, wait_until
+from tests.e2e.ending_stage import Caller, Stage, price, wait_until
 from tests.e2e.money_stage import (
     CELLS,
     CODES,
@@ -27,7 +27,8 @@ from tests.e2e.money_stage import (
     worst_of,
 )
 from tests.e2e.scripted_engine import Script, ScriptedEngine
-from tests.e2e.sse_client import Answer, Call
+from tests.e2e.sse_client import Answer, Call, bearer
+from tests.e2e.surfaces import ACTIVE, SURFACES, Asked, SurfaceUnderTest
 from tests.soak.cell_size import FULL
 
 AT_ONCE, ROOM = 50, 3
@@ -67,7 +68,7 @@ async def held_back(api: str, path: str, headers: Mapping[str, str], body: dict[
         await writer.wait_closed()
 
 
-async def answers_of(stage: Stage, engine: ScriptedEngine, caller: Caller, chat: bool) -> list[Answer]:
+async def answers_of(stage: Stage, engine: ScriptedEngine, caller: Caller, surface: SurfaceUnderTest) -> list[Answer]:
     """Every request at once; the engine goes on once each of the others is answered. Half of them stream, half name an id."""
     started, refused, answers = engine.started, 0, []
 
@@ -83,15 +84,10 @@ async def answers_of(stage: Stage, engine: ScriptedEngine, caller: Caller, chat:
     async with AsyncExitStack() as stack:
         calls = []
         for number in range(AT_ONCE):
-            form, request_id = Form(stream=number % 2 == 0, most=MOST), f"at-once-{number}"
-            headers = {"authorization": f"Bearer {caller.secret}"}
-            body = form.chat(ASKED.prompt()) if chat else form.native(ASKED.prompt(), request_id)
-            if number % 4 < 2:
-                body.pop("request_id", None)
-            elif chat:
-                headers["idempotency-key"] = request_id
-            path = "/v1/chat/completions" if chat else "/v1/generations"
-            calls.append(await stack.enter_async_context(held_back(stage.cell.api, path, headers, body)))
+            request_id = "" if number % 4 < 2 else f"at-once-{number}"
+            form = Asked(ASKED.prompt(), request_id, stream=number % 2 == 0, most=MOST)
+            headers = bearer(caller.secret, surface.headers(form))
+            calls.append(await stack.enter_async_context(held_back(stage.cell.api, surface.path, headers, surface.body(form))))
         engine.hold()
         for call in calls:
             call.writer.write(b"}")
@@ -185,9 +181,9 @@ async def test_room_for_three_admits_three(tmp_path: Path, database: str, rounds
             spare = worst - 1 if limit not in LIMITS[:3] and number % 2 else 0
             asked = Round(caller, limit, scopes_of(caller)[number % 6], ROOM * worst + spare, worst, zone)
             await set_limits(stage, asked.scope, **{limit: asked.amount})
-            chat = (number + CELLS.index(database)) % 2 == 1
+            surface = SURFACES[ACTIVE[(number + CELLS.index(database)) % len(ACTIVE)]]
             began = time.monotonic()
-            answers = await answers_of(stage, engine, caller, chat)
+            answers = await answers_of(stage, engine, caller, surface)
             served = [answer for answer in answers if answer.status == 200]
             assert (len(served), len(answers)) == (ROOM, AT_ONCE), (limit, time.monotonic() - began)
             for answer in answers:

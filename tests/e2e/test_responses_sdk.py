@@ -20,8 +20,8 @@ CONFIG = """
 [pool]
 concurrency = 4
 [engine]
-first_output_ms = 700
-idle_ms = 700
+first_output_ms = 2500
+idle_ms = 2500
 probe_ms = 100
 """
 LONG = Script(tokens=400, gap_ms=25)

@@ -7,9 +7,10 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from tests.e2e.ending_stage import Caller, Shown, Stage, Surface, price, read_shown, wait_until
+from tests.e2e.ending_stage import Caller, Stage, Surface, price, read_shown, wait_until
 from tests.e2e.running_cell import running_cell
 from tests.e2e.scripted_engine import Script, ScriptedEngine
+from tests.e2e.surfaces import ANSWERS, Shown
 
 CONFIG = """
 [pool]
@@ -20,7 +21,6 @@ idle_ms = 700
 probe_ms = 100
 restart_backoff_ms = 10
 """
-ANSWERS: list[tuple[Surface, bool]] = [("native", True), ("native", False), ("chat", True), ("chat", False)]
 RESET = Script(tokens=0, first_ms=1, end="reset")
 FAILURES = {
     "reset": RESET,

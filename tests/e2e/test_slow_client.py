@@ -1,8 +1,9 @@
 """A client that does not read is given up, one that reads slowly is served, and neither makes the platform hold its output."""
 
 import pytest
-from tests.e2e.ending_stage import Stage, Surface, wait_until
+from tests.e2e.ending_stage import Stage, Surface, read_shown, wait_until
 from tests.e2e.scripted_engine import Script, ScriptedEngine
+from tests.e2e.surfaces import ACTIVE
 
 GRACE_MS = 700
 BUFFER_BYTES = 16_384
@@ -19,7 +20,7 @@ FLOOD = Script(tokens=20_000, word=WORD, note="flood")
 RECEIVE_BYTES = 4_096
 
 
-@pytest.mark.parametrize("surface", ["native", "chat", "responses"])
+@pytest.mark.parametrize("surface", ACTIVE)
 async def test_a_client_that_does_not_read_is_given_up(stage: Stage, engine: ScriptedEngine, surface: Surface) -> None:
     """After the grace the stream ends `slow_client`, the engine is cut, and the tenant pays what was generated."""
     caller, left = await stage.caller(), engine.left
@@ -43,20 +44,21 @@ async def test_a_client_that_does_not_read_is_given_up(stage: Stage, engine: Scr
     await stage.check_serves(caller)
 
 
-async def test_the_engine_is_paused_while_a_client_does_not_read(stage: Stage, engine: ScriptedEngine) -> None:
+@pytest.mark.parametrize("surface", ACTIVE)
+async def test_the_engine_is_paused_while_a_client_does_not_read(stage: Stage, surface: Surface) -> None:
     """What waits for a client is bounded by buffers: the engine is paused instead of read ahead."""
     caller = await stage.caller()
-    async with stage.call(caller, FLOOD, "it", receive_bytes=RECEIVE_BYTES, most=30_000) as call:
+    async with stage.call(caller, FLOOD, "it", receive_bytes=RECEIVE_BYTES, most=30_000, surface=surface) as call:
         await call.head()
         record = await stage.wait_status(caller, "it", "cancelled")
     assert record["usage"]["output_tokens"] * len(WORD) < 2_000_000  # kernel buffers included; it asked for 40 MB
     await stage.check_quiet()
 
 
-async def test_a_client_that_reads_slowly_gets_everything(stage: Stage) -> None:
+@pytest.mark.parametrize("surface", ACTIVE)
+async def test_a_client_that_reads_slowly_gets_everything(stage: Stage, surface: Surface) -> None:
     """Slow is not stuck: as long as bytes are taken within the grace the stream goes on, byte for byte."""
     caller, script = await stage.caller(), Script(tokens=60, word=" " + "é" * 700, gap_ms=30)
-    async with stage.call(caller, script, "it", receive_bytes=RECEIVE_BYTES) as call:
-        text = "".join([event.json["text"] async for event in call.events() if event.name == "output"])
-        assert call.seen[-1].json["status"] == "completed"
-    assert text == script.text
+    async with stage.call(caller, script, "it", receive_bytes=RECEIVE_BYTES, surface=surface) as call:
+        shown = await read_shown(call)
+    assert (shown.text, shown.status) == (script.text, "completed")

@@ -16,10 +16,11 @@ from typing import Self
 
 import asyncpg
 import pytest
-from tests.e2e.ending_stage import Caller, Shown, Stage, read_shown, wait_until
+from tests.e2e.ending_stage import Caller, Stage, read_shown, wait_until
 from tests.e2e.money_stage import CELLS, Books, new_books
 from tests.e2e.scripted_engine import Script, ScriptedEngine
 from tests.e2e.sse_client import Call, ask
+from tests.e2e.surfaces import Shown
 from tests.e2e.test_gateways import owner_of
 from tests.postgres_server import shared_server
 

@@ -15,11 +15,11 @@ from itertools import count
 from typing import Any
 
 import pytest
-from tests.e2e.ending_stage import ENDINGS, Caller, Payer, Shown, Stage, read_shown, wait_until
+from tests.e2e.ending_stage import ENDINGS, Caller, Payer, Stage, locked_store, read_shown, wait_until
 from tests.e2e.running_cell import STOP_S
 from tests.e2e.scripted_engine import Script, ScriptedEngine
 from tests.e2e.sse_client import Call
-from tests.e2e.test_endings import locked_store
+from tests.e2e.surfaces import ACTIVE, Shown
 from tests.soak.cell_size import repeat
 
 LANES = 64
@@ -77,7 +77,7 @@ class Arena:
 
     def call(self, script: Script, caller: Caller | None = None, **form: Any) -> AbstractAsyncContextManager[Call]:
         """Begin one generation with an id of its own; what `form` leaves open is drawn."""
-        surface, stream = self.chance.choice(("native", "chat")), self.chance.random() < 0.5
+        surface, stream = self.chance.choice(ACTIVE), self.chance.random() < 0.5
         drawn = {"request_id": self.new_id(), "surface": surface, "stream": stream}
         return self.stage.call(caller or self.caller, script, **{**drawn, **form})
 

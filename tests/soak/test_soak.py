@@ -13,6 +13,7 @@ from tests.e2e.ending_stage import ENDINGS, Caller, Stage, read_shown, wait_unti
 from tests.e2e.running_cell import running_cell
 from tests.e2e.scripted_engine import Script, ScriptedEngine
 from tests.e2e.sse_client import ask
+from tests.e2e.surfaces import ACTIVE
 from tests.soak.cell_size import FULL, check_books, check_flat, check_store_and_log, repeat, size_at_rest
 
 CONFIG = """
@@ -91,7 +92,7 @@ class Mixed:
             request_id,
             stream=stream,
             deadline_ms=deadline_ms,
-            surface=chance.choice(("native", "chat")),
+            surface=chance.choice(ACTIVE),
         ) as call:
             if kind == "disconnect":
                 await asyncio.sleep(0.03)

@@ -21,6 +21,8 @@ from weir.gateway.client import ClientWatcher
 
 _HEADER_BYTES_MAX = 64 * 1024
 _PIPELINED_BODY_BYTES_MAX = 64 * 1024
+_LINGER_S = 1.0
+_LINGER_BYTES_MAX = 1024 * 1024
 SCOPE_KEY = "weir.connection"
 
 
@@ -50,6 +52,8 @@ class Connection(HttpToolsProtocol):
         self._headers_too_long = False
         self._headers_complete = False
         self._header_timer: asyncio.TimerHandle | None = None
+        self._lingering: asyncio.TimerHandle | None = None
+        self._lingered_bytes = 0
 
     # ── the connection's life ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -75,6 +79,8 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The socket is gone."""
         self._cancel_header_timer()
+        if self._lingering is not None:
+            self._lingering.cancel()
         self._lose()
         super().connection_lost(exc)
 
@@ -106,6 +112,9 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the client. Its first ones have a bounded time to become a request; later ones may belong to no request."""
+        if self._lingering is not None:
+            self._drop(len(data))
+            return
         if not self._cycles:
             self._await_headers()
         try:
@@ -223,7 +232,19 @@ class Connection(HttpToolsProtocol):
         ids = id_headers(self.new_request_id())
         head = b"".join(b"%b: %b\r\n" % header for header in rendered.head([*ids, (b"connection", b"close")]))
         self.transport.write(b"HTTP/1.1 %d \r\n%b\r\n%b" % (rendered.status, head, rendered.body))
-        self.transport.close()
+        self._linger()
+
+    def _linger(self) -> None:
+        """Close once the client has read: a socket closed on unread bytes is reset, which destroys the answer on its way."""
+        if self.transport.is_closing():
+            return
+        self.transport.write_eof()
+        self._lingering = self.loop.call_later(_LINGER_S, self.transport.close)
+
+    def _drop(self, size: int) -> None:
+        self._lingered_bytes += size
+        if self._lingered_bytes > _LINGER_BYTES_MAX:
+            self.transport.close()
 
     def _cancel_header_timer(self) -> None:
         if self._header_timer is not None:
