@@ -36,6 +36,18 @@ SHAPES = (
         "the same, with the record as the member `generation`",
         "one event with `error`, then `[DONE]`",
     ),
+    (
+        "OpenAI ([responses](openai-responses.md))",
+        "the same",
+        "the same",
+        "the event `response.failed`, whose response has `error`: `code`, `message`",
+    ),
+    (
+        "Anthropic ([messages](anthropic-messages.md), [models](models.md))",
+        "`type`: `error`; `error`: `type`, `message`, `code`, `details`, and the members; `request_id`",
+        "the same, with the record as the member `generation`",
+        "the event `error`, with the same shape, without the record",
+    ),
     ("[management](admin-api.md)", "as native", "", ""),
 )
 """How each surface shows an error."""

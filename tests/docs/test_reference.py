@@ -222,7 +222,7 @@ def test_the_table_of_endings_is_the_codes_table() -> None:
 def test_every_field_of_a_request_is_documented(surface: SurfaceDescription) -> None:
     """Protects clients: a surface's page has the body fields of the surface, and no others."""
     bodies = re.findall(r"'#/components/schemas/(\w+)'", str(list(request_bodies(surface))))
-    fields = [name for component in bodies for name in surface.schemas[component]["properties"]]
+    fields = {name for component in bodies for name in surface.schemas[component]["properties"]}
     documented = [name for row in table(page_of(surface), "field") for name in names_in(row[0])] if bodies else []
     assert sorted(documented) == sorted(fields)
 

@@ -24,6 +24,8 @@ ALIAS_FIELDS = ("model_alias", "model")
 CHOICE_FIELDS = ("n", "best_of")
 """The simulated engine makes one choice, and the two must be the same, which a schema cannot say."""
 OURS = "req-"
+MESSAGES, MODELS = "/v1/messages", "/v1/models"
+PAGING, VERSION = ("limit", "after_id", "before_id"), "anthropic-version"
 BOUND_FIELDS = ("max_output_tokens", "max_tokens", "max_completion_tokens")
 
 _numbers = count(1)
@@ -49,8 +51,12 @@ def before_call(_: HookContext, case: Case[Any], __: dict[str, Any]) -> None:
     body: Any = _whole_as_whole(case.body)
     if isinstance(body, dict):
         _make_servable(body)
+        if case.operation.path.startswith(MESSAGES):
+            _make_conversation(body.get("messages"))
         case.body = body
     headers: Any = case.headers or {}
+    if case.operation.path == MODELS and case.query:
+        _make_page(case)
     deadline = str(headers.get("weir-deadline-ms", ""))
     if deadline.isdecimal() and 1 <= int(deadline) <= DEADLINE_MS_MAX:
         headers["weir-deadline-ms"] = str(DEADLINE_MS)
@@ -75,15 +81,39 @@ def _make_servable(body: dict[str, Any]) -> None:
     _name_tools(body)
 
 
+def _make_conversation(turns: Any) -> None:
+    """Results before text, and a user's turn behind the assistant's last: a schema cannot say where in a list something is."""
+    if not isinstance(turns, list):
+        return
+    for turn in turns:
+        blocks = turn.get("content") if isinstance(turn, dict) else None
+        if isinstance(blocks, list) and all(isinstance(block, dict) for block in blocks):
+            blocks.sort(key=lambda block: block.get("type") == "text")
+    if turns and isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant":
+        turns.append({"role": "user", "content": ""})
+
+
+def _make_page(case: Case[Any]) -> None:
+    """A page is Anthropic's, and has one end: else the query is not looked at, or two of its parts exclude each other."""
+    case.query = _whole_as_whole(dict(case.query))
+    if case.query.keys() & set(PAGING):
+        given: Any = case.headers or {}
+        given[VERSION] = "2023-06-01"
+        case.headers = given
+    if "after_id" in case.query:
+        case.query.pop("before_id", None)
+
+
 def _name_tools(body: dict[str, Any]) -> None:
     """Each tool another name, and the chosen one that of a tool: a schema cannot compare two values."""
     tools = body.get("tools")
-    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    listed = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    functions = [tool.get("function", tool) for tool in listed]
     named = [function for function in functions if isinstance(function, dict) and _is_name(function.get("name"))]
     for number, function in enumerate(named):
         function["name"] = f"tool-{number}"
     choice = body.get("tool_choice")
-    chosen = choice.get("function") if isinstance(choice, dict) else None
+    chosen = choice.get("function", choice) if isinstance(choice, dict) else None
     if isinstance(chosen, dict) and _is_name(chosen.get("name")) and named:
         chosen["name"] = named[0]["name"]
 

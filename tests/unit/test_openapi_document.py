@@ -24,7 +24,18 @@ OPERATIONS: list[tuple[str, Json]] = [
 ]
 BY_NAME = pytest.mark.parametrize(("name", "operation"), OPERATIONS, ids=[name for name, _ in OPERATIONS])
 NUMBERS = ("integer", "number")
-UNBOUNDED = {"ChatMessage.content"}
+COMPATIBLE = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+UNBOUNDED = {
+    "ChatMessage.content",
+    "MessageCountRequest.system",
+    "MessageRequest.system",
+    "MessageToolResult.content",
+    "MessageTurn.content",
+    "ResponseInputCallOutput.output",
+    "ResponseInputMessage.content",
+    "ResponseOutputText.logprobs",
+    "ResponseRequest.include",
+}
 """Fields whose lists only the body's own size bounds."""
 
 
@@ -160,12 +171,13 @@ def test_each_answer_tells_its_codes_and_its_headers(name: str, operation: Json)
 
 
 def test_every_ending_is_an_answer_of_what_makes_generations() -> None:
-    """Protects callers: the table of endings, status by status, on the native path and on a compatible one."""
+    """Protects callers: the table of endings, status by status, on the native path and on the compatible ones."""
     operations = dict(OPERATIONS)
     for rule in ENDINGS:
         assert rule.error is not None
-        compatible = operations["POST /v1/chat/completions"]["responses"][str(rule.compatible_http_status)]
-        assert rule.error.code in compatible["x-weir-codes"]
+        for path in COMPATIBLE:
+            compatible = operations[f"POST {path}"]["responses"][str(rule.compatible_http_status)]
+            assert rule.error.code in compatible["x-weir-codes"]
         if rule.http_status != 200:
             native = operations["POST /v1/generations"]["responses"][str(rule.http_status)]
             assert rule.error.code in native["x-weir-codes"] and "application/json" in native["content"]

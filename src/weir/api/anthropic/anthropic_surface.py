@@ -16,7 +16,7 @@ from weir.core.registry.model import Alias
 _MESSAGES = "/v1/messages"
 _MODELS = "/v1/models"
 _VERSION = b"anthropic-version"
-_PAGE, _PAGE_MAX = 20, 1_000
+PAGE, PAGE_MAX = 20, 1_000
 _PAGING = ("limit", "after_id", "before_id")
 
 
@@ -89,9 +89,9 @@ def _page_of(aliases: Sequence[Alias], query: bytes) -> tuple[Sequence[Alias], b
             raise errors.UnsupportedField(
                 "This is not supported here.", members={"field": name[:100], "accepted": list(_PAGING)}
             )
-    size = asked.get("limit", str(_PAGE))
-    if not (size.isascii() and size.isdigit() and len(size) <= 4 and 1 <= int(size) <= _PAGE_MAX):
-        refuse_field("limit", f"a whole number from 1 to {_PAGE_MAX}")
+    size = asked.get("limit", str(PAGE))
+    if not (size.isascii() and size.isdigit() and len(size) <= 4 and 1 <= int(size) <= PAGE_MAX):
+        refuse_field("limit", f"a whole number from 1 to {PAGE_MAX}")
     if "after_id" in asked and "before_id" in asked:
         raise errors.ConflictingFields(
             "Give after_id or before_id, not both.", members={"field": "before_id", "accepted": "one of after_id and before_id"}

@@ -18,6 +18,12 @@ from weir.core.request import Message
 ROLES = ("user", "assistant", "system")
 BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use"), "system": ("text",)}
 """Role → the kinds of blocks that its turns may have."""
+TURN_FIELDS = ("role", "content")
+TEXT_FIELDS = ("type", "text", "cache_control")
+RESULT_FIELDS = ("type", "tool_use_id", "content", "is_error", "cache_control")
+CALL_FIELDS = ("type", "id", "name", "input", "cache_control")
+CACHE_FIELDS = ("type", "ttl")
+CACHE_TIMES = ("5m", "1h")
 FAILED_TOOL = "Error: "
 """What the text of a tool_result with is_error begins with for the model: engines have no other way to tell it."""
 _MESSAGES_ACCEPTED = f"a list of 1 to {MESSAGES_MAX} messages; each result of a tool counts as one"
@@ -53,9 +59,9 @@ def refuse_cache_control(fields: Fields, prefix: str = "") -> None:
     where = f"{prefix}cache_control"
     if not isinstance(value, dict) or value.get("type") != "ephemeral":
         refuse_field(where, "an object of type ephemeral")
-    Fields(value, f"{where}.").refuse_unknown(("type", "ttl"))
-    if value.get("ttl") not in (None, "5m", "1h"):
-        refuse_field(f"{where}.ttl", "5m or 1h")
+    Fields(value, f"{where}.").refuse_unknown(CACHE_FIELDS)
+    if value.get("ttl") not in (None, *CACHE_TIMES):
+        refuse_field(f"{where}.ttl", " or ".join(CACHE_TIMES))
 
 
 # ── turns ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -64,7 +70,7 @@ def refuse_cache_control(fields: Fields, prefix: str = "") -> None:
 def _turn(item: Any, where: str) -> Iterator[Message]:
     if not isinstance(item, dict):
         refuse_field(where, "an object with role and content")
-    Fields(item, f"{where}.").refuse_unknown(("role", "content"))
+    Fields(item, f"{where}.").refuse_unknown(TURN_FIELDS)
     role = item.get("role")
     if role not in ROLES:
         refuse_field(f"{where}.role", ", ".join(ROLES))
@@ -103,7 +109,7 @@ def _results(blocks: list[tuple[str, Fields, str]]) -> Iterator[Message]:
 
 
 def _result(fields: Fields, where: str) -> Message:
-    fields.refuse_unknown(("type", "tool_use_id", "content", "is_error", "cache_control"))
+    fields.refuse_unknown(RESULT_FIELDS)
     refuse_cache_control(fields, f"{where}.")
     content = fields.raw("content")
     text = "" if content is None else _joined(content, f"{where}.content")
@@ -121,7 +127,7 @@ def _spoken(role: str, blocks: list[tuple[str, Fields, str]], where: str) -> Mes
 
 
 def _call(fields: Fields, where: str) -> ToolCall:
-    fields.refuse_unknown(("type", "id", "name", "input", "cache_control"))
+    fields.refuse_unknown(CALL_FIELDS)
     refuse_cache_control(fields, f"{where}.")
     given = fields.raw("input")
     if not isinstance(given, dict):
@@ -143,6 +149,6 @@ def _joined(content: Any, where: str) -> str:
 
 
 def _text(fields: Fields, where: str) -> str:
-    fields.refuse_unknown(("type", "text", "cache_control"))
+    fields.refuse_unknown(TEXT_FIELDS)
     refuse_cache_control(fields, f"{where}.")
     return checked_text(fields.raw("text"), f"{where}.text")

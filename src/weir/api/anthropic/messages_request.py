@@ -27,6 +27,11 @@ FIELDS = (
     "service_tier",
 )
 TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict", "cache_control")
+CHOICE_FIELDS = ("type", "name", "disable_parallel_tool_use")
+CONFIG_FIELDS = ("format",)
+FORM_FIELDS = ("type", "schema")
+THINKING_FIELDS = ("type",)
+METADATA_FIELDS = ("user_id",)
 SERVICE_TIERS = ("auto", "standard_only")
 STOPS_MAX, STOP_CHARS_MAX, TOP_K_MAX = 4, 1_000, 2**31 - 1
 _MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.NAMED, "none": ToolMode.NONE}
@@ -99,7 +104,7 @@ def _check_labels(fields: Fields) -> None:
     if not isinstance(metadata, dict):
         refuse_field("metadata", "an object with user_id")
     nested = Fields(metadata, "metadata.")
-    nested.refuse_unknown(("user_id",))
+    nested.refuse_unknown(METADATA_FIELDS)
     nested.string("user_id", longest=LABEL_CHARS_MAX)
 
 
@@ -113,7 +118,7 @@ def _check_thinking(value: Any) -> None:
         raise errors.UnsupportedField(
             "Thinking cannot be asked for.", members={"field": "thinking.type", "accepted": "disabled"}
         )
-    Fields(value, "thinking.").refuse_unknown(("type",))
+    Fields(value, "thinking.").refuse_unknown(THINKING_FIELDS)
 
 
 # ── demands ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -160,8 +165,8 @@ def _tool_choice(value: Any) -> tuple[ToolChoice | None, bool | None]:
     if mode is None:
         refuse_field("tool_choice", f"an object of type {', '.join(_MODES)}")
     fields = Fields(value, "tool_choice.")
-    names = ("name",) if mode is ToolMode.NAMED else ()
-    fields.refuse_unknown(("type", *names) if mode is ToolMode.NONE else ("type", *names, "disable_parallel_tool_use"))
+    others = {ToolMode.NAMED: (), ToolMode.NONE: ("name", "disable_parallel_tool_use")}.get(mode, ("name",))
+    fields.refuse_unknown(name for name in CHOICE_FIELDS if name not in others)
     name = name_of(fields.raw("name"), "tool_choice.name") if mode is ToolMode.NAMED else None
     one_only = fields.boolean("disable_parallel_tool_use", default=False)
     return ToolChoice(mode, name), not one_only if fields.has("disable_parallel_tool_use") else None
@@ -172,12 +177,12 @@ def _form(value: Any) -> OutputForm | None:
         return None
     if not isinstance(value, dict):
         refuse_field("output_config", "an object with format")
-    Fields(value, "output_config.").refuse_unknown(("format",))
+    Fields(value, "output_config.").refuse_unknown(CONFIG_FIELDS)
     form = value.get("format")
     if form is None:
         return None
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         refuse_field("output_config.format", "an object of type json_schema, with schema")
-    Fields(form, "output_config.format.").refuse_unknown(("type", "schema"))
+    Fields(form, "output_config.format.").refuse_unknown(FORM_FIELDS)
     schema = json_text(form.get("schema"), "output_config.format.schema")
     return OutputForm(FormKind.JSON_SCHEMA, _FORM_NAME, schema, strict=True)

@@ -22,7 +22,7 @@ STATUSES = ("in_progress", "completed", "incomplete")
 ITEM_ID_CHARS_MAX = 256
 _INPUT_ACCEPTED = f"a non-empty string, or a list of 1 to {MESSAGES_MAX} items"
 _ROLE = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-_PART_FIELDS = {"input_text": ("type", "text"), "output_text": ("type", "text", "annotations", "logprobs")}
+PART_FIELDS = {"input_text": ("type", "text"), "output_text": ("type", "text", "annotations", "logprobs")}
 _PARTS_OF_ROLE = {"assistant": ("input_text", "output_text")}
 _PARTS_OF_OTHERS = ("input_text",)
 
@@ -124,7 +124,7 @@ def _part_text(part: Any, where: str, kinds: tuple[str, ...]) -> str:
             "A part of this type is not served here.", members={"field": f"{where}.type", "accepted": list(kinds)}
         )
     fields = Fields(part, f"{where}.")
-    fields.refuse_unknown(_PART_FIELDS[kind])
+    fields.refuse_unknown(PART_FIELDS[kind])
     if fields.has("annotations") and fields.raw("annotations") != []:
         raise errors.UnsupportedField(
             "Annotations are not told again.", members={"field": f"{where}.annotations", "accepted": "an empty list"}

@@ -44,6 +44,12 @@ _KEEPING = {
 _CHOICE_ACCEPTED = 'none, auto, required, or {"type": "function", "name": …}'
 _FORM_ACCEPTED = "an object of type text, json_object or json_schema"
 
+TOOL_FIELDS = ("type", *FUNCTION_FIELDS)
+CHOICE_FIELDS = ("type", "name")
+TEXT_FIELDS = ("format",)
+FORM_FIELDS = ("type", *SCHEMA_FIELDS)
+STREAM_OPTIONS = ("include_obfuscation",)
+SERVICE_TIERS = ("auto", "default")
 FIELDS = (
     "model",
     "input",
@@ -74,7 +80,7 @@ def parse_response(document: Mapping[str, Any], headers: Mapping[bytes, bytes]) 
     fields.refuse_unknown(FIELDS)
     model = model_of(fields)
     _refuse_keeping(fields)
-    _check_fixed(fields, "service_tier", ("auto", "default"))
+    _check_fixed(fields, "service_tier", SERVICE_TIERS)
     _check_fixed(fields, "truncation", ("disabled",))
     check_labels(fields)
     stream = fields.boolean("stream", default=False)
@@ -119,7 +125,7 @@ def _check_stream_options(fields: Fields, stream: bool) -> None:
             "stream_options is for streams.", members={"field": "stream_options", "accepted": "only with stream: true"}
         )
     nested = Fields(options, "stream_options.")
-    nested.refuse_unknown(("include_obfuscation",))
+    nested.refuse_unknown(STREAM_OPTIONS)
     refuse_obfuscation(nested, "stream_options.include_obfuscation")
 
 
@@ -169,7 +175,7 @@ def _tool(item: Any, where: str) -> Tool:
             "Only functions, which you run yourself, are served as tools.",
             members={"field": f"{where}.type", "accepted": "function"},
         )
-    Fields(item, f"{where}.").refuse_unknown(("type", *FUNCTION_FIELDS))
+    Fields(item, f"{where}.").refuse_unknown(TOOL_FIELDS)
     return tool_of(item, where)
 
 
@@ -180,7 +186,7 @@ def _tool_choice(value: Any) -> ToolChoice | None:
         return mode_of(value, _CHOICE_ACCEPTED)
     if not isinstance(value, dict) or value.get("type") != "function":
         refuse_field("tool_choice", _CHOICE_ACCEPTED)
-    Fields(value, "tool_choice.").refuse_unknown(("type", "name"))
+    Fields(value, "tool_choice.").refuse_unknown(CHOICE_FIELDS)
     return ToolChoice(ToolMode.NAMED, name_of(value.get("name"), "tool_choice.name"))
 
 
@@ -189,7 +195,7 @@ def _form(text: Any) -> OutputForm | None:
         return None
     if not isinstance(text, dict):
         refuse_field("text", "an object with format")
-    Fields(text, "text.").refuse_unknown(("format",))
+    Fields(text, "text.").refuse_unknown(TEXT_FIELDS)
     value = text.get("format")
     if value is None:
         return None
@@ -198,7 +204,7 @@ def _form(text: Any) -> OutputForm | None:
         refuse_field("text.format", _FORM_ACCEPTED)
     fields = Fields(value, "text.format.")
     if kind == FormKind.JSON_SCHEMA:
-        fields.refuse_unknown(("type", *SCHEMA_FIELDS))
+        fields.refuse_unknown(FORM_FIELDS)
         return schema_of(value, "text.format")
     fields.refuse_unknown(("type",))
     return OutputForm(FormKind.JSON_OBJECT) if kind == FormKind.JSON_OBJECT else None

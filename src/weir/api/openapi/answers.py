@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from weir import errors
 from weir.api.openapi.error_guide import ENDINGS, GUIDE, Wait, codes_of
-from weir.api.openapi.json_schema import Json, ref
+from weir.api.openapi.json_schema import Json, answer_object, only, ref, text
 from weir.api.openapi.shared_parts import LIMIT_HEADERS, RETRY_HEADERS, header_refs
 from weir.core.endings import EndingRule
 from weir.errors import WeirError
@@ -20,7 +20,7 @@ Answers = dict[str, Json]
 CONNECTION: Errors = (errors.InvalidRequest, errors.RequestTooLarge)
 """Of any request that is not HTTP, or not within its bounds: always as problem+json, whatever the path."""
 EVERYWHERE: Errors = (*CONNECTION, errors.Shutdown, errors.InternalError)
-WITH_KEY: Errors = (errors.Unauthenticated, errors.Forbidden, errors.Revoked, *EVERYWHERE)
+WITH_KEY: Errors = (errors.Unauthenticated, errors.Forbidden, errors.Revoked, errors.IssuerUnavailable, *EVERYWHERE)
 """Of every path that needs a key."""
 LOOKUP: Errors = (errors.NotFound, errors.LedgerUnavailable, errors.CoordinatorLost, *WITH_KEY)
 """Of a path that reads a record."""
@@ -65,8 +65,29 @@ def _openai_error(_: int, codes: list[str]) -> Json:
     return {"type": "object", "required": ["error"], "properties": {"error": error}}
 
 
+def anthropic_failure(error: Json) -> Json:
+    """Anthropic's object around an error, which its `error` event has too."""
+    fields = {
+        "type": only("What this is.", "error", "string"),
+        "error": error,
+        "request_id": text("The request's id, as in the headers.", shortest=1),
+    }
+    return answer_object("A failure.", fields, list(fields))
+
+
+def _anthropic_error(_: int, codes: list[str]) -> Json:
+    return anthropic_failure({"allOf": [ref("AnthropicError"), {"properties": {"code": {"enum": codes}}}]})
+
+
+def _error_by_version(status: int, codes: list[str]) -> Json:
+    return {"anyOf": [_openai_error(status, codes), _anthropic_error(status, codes)]}
+
+
 PROBLEM = Shape("application/problem+json", _problem)
 OPENAI = Shape("application/json", _openai_error)
+ANTHROPIC = Shape("application/json", _anthropic_error)
+BY_VERSION = Shape("application/json", _error_by_version)
+"""Anthropic's where the request names a version of its API, else OpenAI's."""
 
 
 def refusals(shape: Shape, tree: Errors) -> Answers:

@@ -2,7 +2,7 @@
 
 from weir.api.generations import MESSAGES_MAX
 from weir.api.openai.chat_request import ROLE
-from weir.api.openai.functions import CALL_ID_CHARS_MAX, CALLS_MAX, DESCRIPTION_CHARS_MAX, NAME_PATTERN, TOOLS_MAX
+from weir.api.openai.functions import CALL_ID_CHARS_MAX, CALLS_MAX, TOOLS_MAX
 from weir.api.openai.shapes import LABEL_CHARS_MAX
 from weir.api.openapi.generation_fields import output_bound, sampling_fields, streamed
 from weir.api.openapi.json_schema import (
@@ -20,10 +20,10 @@ from weir.api.openapi.json_schema import (
     words,
 )
 from weir.api.openapi.openai_parts import BOUND, STREAMS_ONLY, choices_field, label, metadata_field, model_field, needs, present
+from weir.api.openapi.tool_fields import ANY_TOOL, description_field, json_schema_field, mode_field, name_field, strict_field
 from weir.core.demands import TOP_LOGPROBS_MAX, ToolMode
 
 _FUNCTION = only("The kind; only function.", "function", "string")
-_ANY_TOOL: Json = {"tools": {"type": "array", "minItems": 1}}
 
 
 def request() -> Json:
@@ -38,7 +38,7 @@ def request() -> Json:
         **sampling_fields(),
         "n": choices_field(),
         "tools": optional(listed("Functions that the model may call, each name once.", ref("ChatTool"), most=TOOLS_MAX)),
-        "tool_choice": optional(either("Whether to call one; only with tools.", _mode(), ref("ChatToolChoice"))),
+        "tool_choice": optional(either("Whether to call one; only with tools.", mode_field(), ref("ChatToolChoice"))),
         "parallel_tool_calls": optional(flag("Whether it may call several at once; only with tools.")),
         "response_format": optional(either("What form the output has; absent: text.", ref("ChatForm"))),
         "logprobs": optional(flag("Whether log probabilities are reported."), default=False),
@@ -54,37 +54,17 @@ def request() -> Json:
         "not": present("max_tokens", "max_completion_tokens"),
         "allOf": [
             STREAMS_ONLY,
-            needs("parallel_tool_calls", _ANY_TOOL),
+            needs("parallel_tool_calls", ANY_TOOL),
             needs("top_logprobs", {"logprobs": {"const": True}}),
             {
                 "if": {
                     "required": ["tool_choice"],
                     "properties": {"tool_choice": {"not": {"enum": [None, ToolMode.NONE.value]}}},
                 },
-                "then": {"required": ["tools"], "properties": _ANY_TOOL},
+                "then": {"required": ["tools"], "properties": ANY_TOOL},
             },
         ],
     }
-
-
-def _mode() -> Json:
-    return words("In a word.", [mode.value for mode in ToolMode if mode is not ToolMode.NAMED])
-
-
-def _name(description: str) -> Json:
-    return text(description, pattern=f"^{NAME_PATTERN}$")
-
-
-def _description() -> Json:
-    return optional(text("For the model; absent: none.", longest=DESCRIPTION_CHARS_MAX))
-
-
-def _json_schema(description: str) -> Json:
-    return {"type": "object", "description": description}
-
-
-def _strict() -> Json:
-    return optional(flag("Whether the engine holds the output to it strictly; absent: as the engine does."))
 
 
 def message() -> Json:
@@ -134,7 +114,7 @@ def tool_call() -> Json:
 
 def called_function() -> Json:
     """What was called."""
-    fields = {"name": _name("The function's name."), "arguments": text("JSON text, as the model wrote it.")}
+    fields = {"name": name_field("The function's name."), "arguments": text("JSON text, as the model wrote it.")}
     return request_object("What was called, and with what.", fields, list(fields))
 
 
@@ -147,10 +127,10 @@ def tool() -> Json:
 def function() -> Json:
     """A tool's function."""
     fields = {
-        "name": _name("Its name."),
-        "description": _description(),
-        "parameters": optional(_json_schema("A JSON schema of its arguments; absent: it takes none.")),
-        "strict": _strict(),
+        "name": name_field("Its name."),
+        "description": description_field(),
+        "parameters": optional(json_schema_field("A JSON schema of its arguments; absent: it takes none.")),
+        "strict": strict_field(),
     }
     return request_object("A function of yours, which you run.", fields, ["name"])
 
@@ -163,7 +143,7 @@ def tool_choice() -> Json:
 
 def chosen_function() -> Json:
     """Its name."""
-    return request_object("Which one.", {"name": _name("The name of one of the tools.")}, ["name"])
+    return request_object("Which one.", {"name": name_field("The name of one of the tools.")}, ["name"])
 
 
 def form() -> Json:
@@ -183,9 +163,9 @@ def form() -> Json:
 def form_schema() -> Json:
     """A named JSON schema."""
     fields = {
-        "name": _name("A name for it."),
-        "description": _description(),
-        "schema": _json_schema("The JSON schema, which the engine enforces as it decodes."),
-        "strict": _strict(),
+        "name": name_field("A name for it."),
+        "description": description_field(),
+        "schema": json_schema_field("The JSON schema, which the engine enforces as it decodes."),
+        "strict": strict_field(),
     }
     return request_object("A schema that the output follows.", fields, ["name", "schema"])

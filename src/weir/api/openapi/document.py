@@ -8,7 +8,15 @@ from typing import Any
 import msgspec
 
 import weir
-from weir.api.openapi import chat_paths, completions_paths, models_paths, native_paths, service_paths
+from weir.api.openapi import (
+    chat_paths,
+    completions_paths,
+    messages_paths,
+    models_paths,
+    native_paths,
+    responses_paths,
+    service_paths,
+)
 from weir.api.openapi.json_schema import Json
 from weir.api.openapi.shared_parts import HEADERS, SCHEMAS, SECURITY, SECURITY_SCHEMES
 from weir.api.openapi.surface_description import SurfaceDescription
@@ -18,6 +26,8 @@ SURFACES: tuple[SurfaceDescription, ...] = (
     native_paths.SURFACE,
     chat_paths.SURFACE,
     completions_paths.SURFACE,
+    responses_paths.SURFACE,
+    messages_paths.SURFACE,
     models_paths.SURFACE,
     service_paths.SURFACE,
 )

@@ -97,8 +97,13 @@ def weir_headers() -> list[Json]:
     return [
         header("Idempotency-Key", _REQUEST_ID, {"type": "string", "pattern": REQUEST_ID_PATTERN}),
         header("weir-deadline-ms", _DEADLINE, deadline),
-        header("weir-session", _SESSION, {"type": "string", "pattern": _HEADER_TEXT}),
+        session_header(),
     ]
+
+
+def session_header() -> Json:
+    """The session on compatible paths."""
+    return header("weir-session", _SESSION, {"type": "string", "pattern": _HEADER_TEXT})
 
 
 def body_of(component: str, description: str, example: Json) -> Json:

@@ -167,9 +167,9 @@ def chunk_stream(component: str) -> Json:
 
 
 def generation_answers(made: Json) -> tuple[Answers, Answers, Answers]:
-    """What a path that makes generations answers. made: when all is well."""
+    """What a path that makes generations answers. made: when all is well, perhaps with links of its own."""
     return (
-        {"200": {**made, "links": record_links()}},
+        {"200": {**made, "links": {**record_links(), **made.get("links", {})}}},
         refusals(OPENAI, (*ADMISSION, errors.ConflictingFields, *ENDED)),
         refusals(PROBLEM, CONNECTION),
     )

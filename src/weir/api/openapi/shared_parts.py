@@ -1,4 +1,4 @@
-"""Components that every surface shares: security, headers, the two error shapes, a generation's record."""
+"""Components that every surface shares: security, headers, the error shapes, a generation's record."""
 
 from typing import Any
 
@@ -20,13 +20,17 @@ from weir.core.issuers import TokenFlaw
 from weir.core.metering import Basis
 from weir.core.tenancy import LIMIT_NAMES, ServiceClass
 
+_BEARER = """`Authorization: Bearer <credential>`: an application's API key.
+
+Where the operator has configured OpenID Connect issuers, a signed token of one of them (a JWT) may take its place in either
+header; what is wrong with a token that is refused stands in `reason`."""
 SECURITY_SCHEMES: Json = {
-    "bearer": {"type": "http", "scheme": "bearer", "description": "`Authorization: Bearer <key>`: an application's API key."},
+    "bearer": {"type": "http", "scheme": "bearer", "description": _BEARER},
     "apiKey": {
         "type": "apiKey",
         "in": "header",
         "name": "x-api-key",
-        "description": "The same key, as Anthropic's SDK sends it.",
+        "description": "The same key or token, as Anthropic's SDK sends it.",
     },
 }
 SECURITY: list[Json] = [{"bearer": []}, {"apiKey": []}]
@@ -147,6 +151,18 @@ def _openai_error() -> Json:
     return answer_object("An error as OpenAI has it, with the code's own members.", fields, list(fields)[:4])
 
 
+def _anthropic_error() -> Json:
+    code = text("The same as `code`, where Anthropic's SDK reads it.")
+    fields = {
+        "type": text("Anthropic's kind of error, by the HTTP status."),
+        "message": text("One sentence for a person; never the text that was sent.", shortest=1),
+        "code": text("The stable name of what happened: switch on this."),
+        "details": answer_object("For the SDK.", {"error_code": code}, ["error_code"]),
+        **member_schemas(),
+    }
+    return answer_object("An error as Anthropic has it, with the code's own members.", fields, list(fields)[:4])
+
+
 # ── a generation ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -205,6 +221,7 @@ def _ending_error() -> Json:
 SCHEMAS: dict[str, Json] = {
     "Problem": _problem(),
     "OpenAIError": _openai_error(),
+    "AnthropicError": _anthropic_error(),
     "Scope": _scope(),
     "Generation": _generation(),
     "Usage": _usage(),

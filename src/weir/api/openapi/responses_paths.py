@@ -1,0 +1,130 @@
+"""OpenAI's responses as Weir serves them: create, retrieve, cancel; OpenAI's shapes with Weir's codes."""
+
+from weir import errors
+from weir.api.openai import response_input, responses_request
+from weir.api.openapi import responses_answer_schemas as answered
+from weir.api.openapi import responses_request_schemas as asked
+from weir.api.openapi.answers import CONNECTION, LOOKUP, OPENAI, PROBLEM, answer, refusals, together
+from weir.api.openapi.generation_fields import body_of, weir_headers
+from weir.api.openapi.json_schema import Json, ref
+from weir.api.openapi.openai_parts import generation_answers
+from weir.api.openapi.surface_description import SurfaceDescription
+
+_TAG = "OpenAI responses"
+_EXAMPLE: Json = {"model": "assistant", "input": "What is a weir?", "max_output_tokens": 16}
+_STATE = {"application/json": {"schema": ref("Response")}}
+
+
+def _links() -> Json:
+    """From a response to its state and its cancel, by the id in the headers: a stream's body has many events."""
+    response_id = {"response_id": "resp_{$response.header.x-request-id}"}
+    followed = (("getResponse", "Its state."), ("cancelResponse", "Cancel it, while it lasts."))
+    return {
+        operation: {"operationId": operation, "parameters": response_id, "description": description}
+        for operation, description in followed
+    }
+
+
+def _create() -> Json:
+    content = {**_STATE, "text/event-stream": answered.stream()}
+    made = {**answer("The response; with `stream`, its events.", content), "links": _links()}
+    return {
+        "tags": [_TAG],
+        "operationId": "createResponse",
+        "summary": "Make a response",
+        "description": "OpenAI's response; it is not stored. A field that is not described here is refused by name.",
+        "parameters": weir_headers(),
+        "requestBody": body_of("ResponseRequest", "What to answer.", _EXAMPLE),
+        "responses": together(*generation_answers(made)),
+    }
+
+
+def _id_in_path() -> Json:
+    return {
+        "name": "response_id",
+        "in": "path",
+        "required": True,
+        "description": "The id of a response; its latest execution is meant.",
+        "schema": {"type": "string", "pattern": answered.ID_PATTERN},
+    }
+
+
+def _get() -> Json:
+    stream = {
+        "name": "stream",
+        "in": "query",
+        "required": False,
+        "description": "Only false: streams are not kept, and cannot be followed again.",
+        "schema": {"type": "boolean", "enum": [False], "default": False},
+    }
+    return {
+        "tags": [_TAG],
+        "operationId": "getResponse",
+        "summary": "Show the state of a response",
+        "description": "The latest execution, while it lasts and once it has ended; never its text. Any other query is refused"
+        " by name.",
+        "parameters": [_id_in_path(), stream],
+        "responses": together(
+            {"200": answer("Its state.", _STATE)},
+            refusals(OPENAI, (errors.UnsupportedField, *LOOKUP)),
+            refusals(PROBLEM, CONNECTION),
+        ),
+    }
+
+
+def _cancel() -> Json:
+    return {
+        "tags": [_TAG],
+        "operationId": "cancelResponse",
+        "summary": "Cancel a response",
+        "description": "Answers once it is terminal; one that has ended answers its state unchanged.",
+        "parameters": [_id_in_path()],
+        "responses": together(
+            {"200": answer("Its terminal state.", _STATE)}, refusals(OPENAI, LOOKUP), refusals(PROBLEM, CONNECTION)
+        ),
+    }
+
+
+SURFACE = SurfaceDescription(
+    name=_TAG,
+    description="OpenAI's responses, for its SDKs and for agents that speak it.",
+    page="openai-responses.md",
+    paths={
+        "/v1/responses": {"post": _create()},
+        "/v1/responses/{response_id}": {"get": _get()},
+        "/v1/responses/{response_id}/cancel": {"post": _cancel()},
+    },
+    schemas={
+        "ResponseRequest": asked.request(),
+        "ResponseStreamOptions": asked.stream_options(),
+        "ResponseInputMessage": asked.message(),
+        "ResponseInputText": asked.input_text(),
+        "ResponseOutputText": asked.output_text(),
+        "ResponseInputCall": asked.call(),
+        "ResponseInputCallOutput": asked.call_output(),
+        "ResponseTool": asked.tool(),
+        "ResponseToolChoice": asked.tool_choice(),
+        "ResponseText": asked.text_options(),
+        "ResponseForm": asked.form(),
+        "Response": answered.response(),
+        "ResponseMessage": answered.message(),
+        "ResponseReasoning": answered.reasoning(),
+        "ResponseCall": answered.call(),
+        "ResponseTextPart": answered.text_part(),
+        "ResponseReasoningPart": answered.reasoning_part(),
+        "ResponseUsage": answered.usage(),
+    },
+    parsed={
+        "ResponseRequest": responses_request.FIELDS,
+        "ResponseStreamOptions": responses_request.STREAM_OPTIONS,
+        "ResponseInputMessage": response_input.MESSAGE_FIELDS,
+        "ResponseInputText": response_input.PART_FIELDS["input_text"],
+        "ResponseOutputText": response_input.PART_FIELDS["output_text"],
+        "ResponseInputCall": response_input.CALL_FIELDS,
+        "ResponseInputCallOutput": response_input.CALL_OUTPUT_FIELDS,
+        "ResponseTool": responses_request.TOOL_FIELDS,
+        "ResponseToolChoice": responses_request.CHOICE_FIELDS,
+        "ResponseText": responses_request.TEXT_FIELDS,
+        "ResponseForm": responses_request.FORM_FIELDS,
+    },
+)
