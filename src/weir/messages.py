@@ -43,6 +43,7 @@ class ReplicaAddress(msgspec.Struct, frozen=True):
     """Where a replica is reached and what it can do. capabilities were probed at readiness.
 
     kv_tokens: what its KV memory has room for, prompts and outputs of all that runs; None where it does not say.
+    takes_tools: false where it says that its chat template has no place for them.
     """
 
     name: str
@@ -59,6 +60,7 @@ class ReplicaAddress(msgspec.Struct, frozen=True):
     api_key: str | None = None
     kv_tokens: Tokens | None = None
     pace: ReplicaPace | None = None
+    takes_tools: bool = True
 
 
 # ── up: gateway → coordinator ────────────────────────────────────────────────────────────────────────────────────────

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from os import pidfd_open
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -405,9 +405,11 @@ async def simulated_server(children: Children, fresh: bool) -> AsyncIterator[Und
 
 
 @asynccontextmanager
-async def llamacpp(children: Children, fresh: bool) -> AsyncIterator[UnderTest]:
-    """LlamaCppEngine against a real llama.cpp process."""
-    spec = ChildSpec(str(smollm2_path()), "m", SLOTS, CONTEXT_TOKENS, 2, API_KEY)
+async def llamacpp(
+    children: Children, fresh: bool, *, chat_template: Literal["model", "smollm2-tools"] = "model"
+) -> AsyncIterator[UnderTest]:
+    """LlamaCppEngine against a real llama.cpp process. chat_template: of one that is fresh, or the first of its module."""
+    spec = ChildSpec(str(smollm2_path()), "m", SLOTS, CONTEXT_TOKENS, 2, API_KEY, chat_template=chat_template)
     child = (children.fresh if fresh else children.shared)("weir.engines.llamacpp_child", spec)
     address = ReplicaAddress("r", "p", "v", EngineKind.LLAMACPP, child.url, "", 1, api_key=API_KEY)
     engine, control = LlamaCppEngine(), HttpClient()

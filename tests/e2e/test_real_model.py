@@ -1,6 +1,7 @@
 """A real model behind the whole product: streamed natively and through the official SDK, counted, cancelled, killed."""
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageToolCall
 from tests.e2e.ending_stage import Stage, read_shown, wait_until
 from tests.e2e.processes import children_of, wait_process_gone
 from tests.e2e.running_cell import running_cell
@@ -107,6 +109,43 @@ async def test_the_official_sdk(stage: Stage) -> None:
     usage = chunks[-1].usage
     assert usage is not None and whole.usage is not None
     assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+
+
+def _weather_call(number: int, city: str) -> list[Any]:
+    function = {"name": "get_weather", "arguments": json.dumps({"city": city})}
+    call = {"id": f"c{number}", "type": "function", "function": function}
+    return [{"role": "user", "content": f"Weather in {city}?"}, {"role": "assistant", "tool_calls": [call]}]
+
+
+async def test_tools_and_forms_by_the_official_sdk(stage: Stage) -> None:
+    """A call in pieces and whole is the same call; its result is told again; a schema is kept; too hard a schema is a 400."""
+    caller = await stage.caller()
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tools: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+    shown = [turn for number, city in enumerate(("Rome", "Oslo", "Bern")) for turn in _weather_call(number, city)]
+    messages: Any = [*shown, {"role": "user", "content": "Weather in Paris?"}]
+    options: Any = {"model": "assistant", "max_completion_tokens": 48, "temperature": 0}
+    async with openai.AsyncOpenAI(api_key=caller.secret, base_url=f"{stage.cell.api}/v1", max_retries=0) as client:
+        async with client.chat.completions.stream(messages=messages, tools=tools, **options) as stream:
+            streamed = (await stream.get_final_completion()).choices[0]
+        whole = (await client.chat.completions.create(messages=messages, tools=tools, **options)).choices[0]
+        [one], [other] = streamed.message.tool_calls or (), whole.message.tool_calls or ()
+        assert streamed.finish_reason == whole.finish_reason == "tool_calls"
+        assert isinstance(one, ChatCompletionMessageToolCall) and isinstance(other, ChatCompletionMessageToolCall)
+        assert one.id and other.id and one.function.arguments == other.function.arguments
+        assert set(json.loads(one.function.arguments)) == {"city"} and one.function.name == "get_weather"
+        answer = {"role": "tool", "tool_call_id": other.id, "content": "sunny"}
+        told = [*messages, whole.message.to_dict(), answer]
+        after = await client.chat.completions.create(messages=told, tools=tools, **options)
+        assert after.usage is not None and after.usage.prompt_tokens > 0
+        form: Any = {"type": "json_schema", "json_schema": {"name": "pick", "schema": {"enum": ["yes", "no"]}}}
+        picked = await client.chat.completions.create(messages=messages[-1:], response_format=form, **options)
+        assert json.loads(picked.choices[0].message.content or "") in ("yes", "no")
+        form["json_schema"]["schema"] = {"type": "string", "pattern": "^(a{0,1000}){0,1000}$"}
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(messages=messages[-1:], response_format=form, **options)
+        assert refused.value.param == "response_format"
+    await check_freed(stage)
 
 
 async def test_a_cancel_frees_its_slot(stage: Stage) -> None:

@@ -21,6 +21,7 @@ from weir.config import EngineConfig, FurtherPoolConfig, PoolConfig, WeirConfig,
 from weir.control.bootstrap import DEMO_PRICE
 from weir.control.declared_models import DeclaredModels
 from weir.control.validation import NAME_PATTERN
+from weir.core.registry.arguments import Arguments
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
 from weir.engines.http_exchange import parse_origin
 from weir.engines.packaged_models import gemma_path, smollm2_path
@@ -54,6 +55,7 @@ class _Artifact:
     concurrency: int
     chat: bool = True
     artifact_digest: str | None = None
+    arguments: Arguments = ()
 
 
 def check_engine_names(engines: list[str], config: EngineConfig) -> None:
@@ -176,7 +178,9 @@ def _named(
 ) -> Entry:
     context = pool.context_tokens or artifact.context_tokens
     most = min(pool.max_output_tokens or context, context)
-    identity = (artifact.engine, artifact.digest, context, most, artifact.chat, external)
+    identity: tuple[object, ...] = (artifact.engine, artifact.digest, context, most, artifact.chat, external)
+    if artifact.arguments:
+        identity = (*identity, artifact.arguments)
     digest = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()[:8]
     revision = Revision(
         id=f"{artifact.name}@{digest}",
@@ -189,6 +193,7 @@ def _named(
         chat=artifact.chat,
         external=external,
         artifact_digest=artifact.artifact_digest,
+        arguments=artifact.arguments,
     )
     kept = Pool(
         name=alias,
@@ -209,7 +214,8 @@ async def _smollm2(parts: DeclarationParts) -> _Artifact:
     path = smollm2_path()
     digest = await parts.keep(path)
     name = "smollm2-135m-instruct-q4_1"
-    return _Artifact(name, EngineKind.LLAMACPP, path.name, digest, 2_048, 2, artifact_digest=digest)
+    template = (("chat_template", "smollm2-tools"),)  # its own tells it of no tools
+    return _Artifact(name, EngineKind.LLAMACPP, path.name, digest, 2_048, 2, artifact_digest=digest, arguments=template)
 
 
 async def _gemma(parts: DeclarationParts) -> _Artifact:

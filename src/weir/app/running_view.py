@@ -84,6 +84,7 @@ class RunningCell:
                             "counts_tokens": address is not None and address.counts_tokens,
                             "continuous_usage": address is not None and address.continuous_usage,
                             "cache_salt": address is not None and address.cache_salt,
+                            "takes_tools": address is not None and address.takes_tools,
                         },
                         kv_tokens=address.kv_tokens if address else None,
                         kv_tokens_reserved=replica.room.kv_tokens,

@@ -65,8 +65,13 @@ class ShapedDelta(Delta):
     @property
     def extra_bytes(self) -> Bytes:  # type: ignore[override]
         """What it occupies beside its text; above 0 for what must reach the client even without text."""
-        reported = sum(1 + len(entry.top) for entry in self.logprobs)
-        return (self.finish is not None) + len(self.tool_calls) + self.generated_bytes + _LOGPROB_BYTES * reported
+        named = sum(1 + len(part.id or "") for part in self.tool_calls)
+        reported = sum(_size_of(entry) for entry in self.logprobs)
+        return (self.finish is not None) + named + self.generated_bytes + reported
+
+
+def _size_of(entry: TokenLogprob) -> Bytes:
+    return sum(_LOGPROB_BYTES + len(other.token) for other in (entry, *entry.top))
 
 
 def text_of(pieces: Sequence[Delta]) -> str:

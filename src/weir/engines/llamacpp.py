@@ -19,7 +19,7 @@ from weir.core.request import Message
 from weir.engines.http_client import HttpClient
 from weir.engines.openai_compatible import PROBE_MS, ControlCalls, json_object, whole_number
 from weir.engines.openai_fields import messages_of, tool_fields
-from weir.engines.openai_stream import FIRST_OUTPUT_MS, IDLE_MS, StreamedRun, generation_request
+from weir.engines.openai_stream import FIRST_OUTPUT_MS, IDLE_MS, RefusedRun, StreamedRun, generation_request
 from weir.messages import ReplicaAddress
 from weir.ports import EngineCall, EngineRun, EngineSink
 from weir.units import Millis, Tokens
@@ -52,9 +52,11 @@ class LlamaCppEngine:
 
     def start(self, call: EngineCall, sink: EngineSink) -> EngineRun:
         """Begin a streamed generation in the slot that is the call's lane."""
+        if call.demands.tools and not call.replica.takes_tools:
+            return RefusedRun(sink, errors.EngineRejected("The model's chat template takes no tools."))
         extra = {"cache_prompt": False, "id_slot": call.lane, "timings_per_token": True, "n": 1}
         confirm = partial(self._wait_slot_idle, call.replica, call.lane)
-        run = StreamedRun(sink, self._first_output_ms, self._idle_ms, confirm)
+        run = StreamedRun(sink, self._first_output_ms, self._idle_ms, confirm, alternatives=call.demands.top_logprobs)
         return run.begin(self._client, generation_request(replace(call, demands=_fitted(call.demands)), extra))
 
     async def count_input(
@@ -81,6 +83,7 @@ class LlamaCppEngine:
             continuous_usage=True,
             cache_salt=False,
             kv_tokens=slots * window if slots and window else None,
+            takes_tools=_takes_tools(props.get("chat_template_caps")),
         )
 
     async def aclose(self) -> None:
@@ -129,8 +132,20 @@ class LlamaCppEngine:
         return next((slot for slot in slots if slot.get("id") == lane), None)
 
 
+def _takes_tools(capabilities: Any) -> bool:
+    """Whether the chat template writes tools, and calls of them; a template that says nothing of it is believed to."""
+    found = capabilities if isinstance(capabilities, dict) else {}
+    return found.get("supports_tools") is not False and found.get("supports_tool_calls") is not False
+
+
 def _fitted(demands: Demands) -> Demands:
-    """The same in words that this server knows: it takes no tool's name as a choice, but must call the only one there is."""
+    """The same in words that this server knows.
+
+    It takes no tool's name as a choice, but must call the only one there is. It reports no log probability at all where no
+    alternative is asked for, so it is asked for one that is then left out.
+    """
+    if demands.top_logprobs == 0:
+        demands = replace(demands, top_logprobs=1)
     choice = demands.tool_choice
     if choice is None or choice.mode is not ToolMode.NAMED:
         return demands

@@ -10,13 +10,15 @@ import os
 import signal
 import sys
 import threading
-from typing import Any
+from importlib import resources
+from typing import Any, Literal
 
 import msgspec
 
 SPEC_BYTES_MAX = 64 * 1024
 _HTTP_THREADS_BESIDE_SLOTS = 8  # counts, probes, confirmations of stops, and kept connections
 _ERRORS_ONLY = 1
+_TEMPLATES = {"smollm2-tools": "smollm2_tools.jinja"}
 
 
 class ChildSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,7 +27,8 @@ class ChildSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     read_whole: the file is read before the process listens and never again, so that nobody can change the model afterwards;
     else it is mapped, and shared by the processes that map it. adapters: paths of LoRA adapters in GGUF, all in force for every
     request. batch_tokens: a cancel is noticed between batches, and other slots decode between them. cache_type_k, cache_type_v:
-    what the KV cache holds. flash_attention: None where the engine decides.
+    what the KV cache holds. flash_attention: None where the engine decides. chat_template: the model's own, or the one beside
+    this module that writes as SmolLM2's does and tells the model of tools too.
     """
 
     model: str
@@ -41,6 +44,7 @@ class ChildSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     flash_attention: bool | None = None
+    chat_template: Literal["model", "smollm2-tools"] = "model"
 
 
 def serve(spec: ChildSpec) -> Any:
@@ -71,6 +75,9 @@ def serve(spec: ChildSpec) -> Any:
     params.cache_prompt = False
     params.cache_ram_mib = 0
     params.ui = False
+    params.use_jinja = True  # without it tools would be dropped silently
+    if spec.chat_template != "model":
+        params.chat_template = resources.files("weir.engines").joinpath(_TEMPLATES[spec.chat_template]).read_text("utf-8")
     params.reasoning_format = xllamacpp.common_reasoning_format.COMMON_REASONING_FORMAT_NONE
     params.verbosity = _ERRORS_ONLY
     return xllamacpp.Server(params)

@@ -1,5 +1,7 @@
 """Log probabilities as engines report them, in both of OpenAI's shapes: a list of entries for chat, columns for completions."""
 
+from typing import Annotated
+
 import msgspec
 
 from weir.core.output import TokenLogprob
@@ -8,7 +10,7 @@ from weir.core.output import TokenLogprob
 class _Alternative(msgspec.Struct, gc=False):
     token: str
     logprob: float
-    bytes: list[int] | None = None
+    bytes: list[Annotated[int, msgspec.Meta(ge=0, le=255)]] | None = None
 
 
 class _Entry(_Alternative, gc=False):
@@ -24,20 +26,24 @@ class ReportedLogprobs(msgspec.Struct, gc=False):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-def logprobs_of(reported: ReportedLogprobs) -> tuple[TokenLogprob, ...]:
-    """Its tokens with their log probabilities, in order."""
+def logprobs_of(reported: ReportedLogprobs, most: int | None = None) -> tuple[TokenLogprob, ...]:
+    """Its tokens with their log probabilities, in order. most: alternatives to each, None: all that are reported."""
     if reported.content is not None:
-        return tuple(_entry(entry) for entry in reported.content)
+        return tuple(_entry(entry, most) for entry in reported.content)
     tokens, values = reported.tokens or [], reported.token_logprobs or []
     tops = reported.top_logprobs or [None] * len(tokens)
     return tuple(
-        TokenLogprob(token, 0.0 if value is None else value, None, tuple(TokenLogprob(*item) for item in (top or {}).items()))
+        TokenLogprob(token, 0.0 if value is None else value, None, _columns(top or {}, most))
         for token, value, top in zip(tokens, values, tops, strict=False)
     )
 
 
-def _entry(entry: _Entry) -> TokenLogprob:
-    top = tuple(TokenLogprob(other.token, other.logprob, _bytes(other)) for other in entry.top_logprobs)
+def _columns(top: dict[str, float], most: int | None) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(*item) for item in list(top.items())[:most])
+
+
+def _entry(entry: _Entry, most: int | None) -> TokenLogprob:
+    top = tuple(TokenLogprob(other.token, other.logprob, _bytes(other)) for other in entry.top_logprobs[:most])
     return TokenLogprob(entry.token, entry.logprob, _bytes(entry), top)
 
 

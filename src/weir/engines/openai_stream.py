@@ -28,6 +28,7 @@ IDLE_MS = 30_000  # the bound of silence between outputs
 REFUSAL_BYTES_MAX = 64 * 1024
 _DONE = b"[DONE]"
 _NOT_THE_REQUESTS_FAULT = frozenset({401, 403, 404, 405, 408, 429})
+_OF_A_SCHEMA = re.compile(r"\bJSON schema\b|\bgrammar\b", re.IGNORECASE)
 _SAFE_WORD = re.compile(r"[A-Za-z_]{1,64}")
 _REASONS = {
     "stop": FinishReason.STOP,
@@ -41,6 +42,7 @@ _WEIGHTIEST_LAST = (FinishReason.STOP, FinishReason.TOOL_CALLS, FinishReason.LEN
 """Of several choices: the reason of the whole is the one that a caller must know of first."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
+_Index = Annotated[int, msgspec.Meta(ge=0, le=1_023)]
 
 ConfirmStop = Callable[[bool], Awaitable[None]]
 """Waits until an engine runs nothing for a call whose connection was cut. The argument: whether output had arrived."""
@@ -52,7 +54,7 @@ class _Function(msgspec.Struct, gc=False):
 
 
 class _ToolCall(msgspec.Struct, gc=False):
-    index: _Count = 0
+    index: _Index = 0
     id: str | None = None
     function: _Function | None = None
 
@@ -141,7 +143,8 @@ class StreamedRun:
 
     first_output_ms: bound of silence before its first output, idle_ms: between two; neither counts while paused, and comments
     and roles are silence too. confirm: how the engine confirms that a cut call runs no longer; None where the closed connection
-    is the confirmation. choices: how many are asked for.
+    is the confirmation. choices: how many are asked for. alternatives: to each token that are reported at most; None: as many
+    as come.
     """
 
     def __init__(
@@ -152,6 +155,7 @@ class StreamedRun:
         confirm: ConfirmStop | None = None,
         *,
         choices: int = 1,
+        alternatives: int | None = None,
     ) -> None:
         self._sink = sink
         self._confirm = confirm
@@ -165,7 +169,9 @@ class StreamedRun:
         self._tokens_seen: Tokens | None = None
         self._without_reason = False
         self._choices = choices
+        self._alternatives = alternatives
         self._ended: dict[int, FinishReason] = {}
+        self._tokens_of: dict[int, Tokens] = {}
         self._had_output = False
         self._paused = False
         self._needs_confirmation = False
@@ -249,7 +255,7 @@ class StreamedRun:
         """The connection is gone. A reply that is complete with its usage stays complete."""
         self._watch.cancel()
         if not self._over.is_set():
-            if self._reason is not None and self._usage is not None:
+            if self._reason is not None and self._usage is not None and self._all_ended:
                 self._finish()
             else:
                 self._fail(fault)
@@ -300,7 +306,7 @@ class StreamedRun:
             choice=choice.index,
             reasoning=(delta.reasoning_content or delta.reasoning or "") if delta is not None else "",
             tool_calls=_parts_of(delta.tool_calls or ()) if delta is not None else (),
-            logprobs=logprobs_of(reported) if reported is not None else (),
+            logprobs=logprobs_of(reported, self._alternatives) if reported is not None else (),
             finish=ended,
         )
 
@@ -315,9 +321,16 @@ class StreamedRun:
         return reason
 
     def _count_of(self, chunk: _Chunk) -> Tokens | None:
-        """The cumulative output count that a chunk carries; its usage is noted."""
+        """The cumulative output count, of all choices, that a chunk tells; its usage is noted.
+
+        Of several choices a chunk of vLLM's tells only the count of its own, and the chunk without a choice that of all.
+        """
         usage = chunk.usage
         if usage is not None and usage.prompt_tokens is not None and usage.completion_tokens is not None:
+            if self._choices > 1 and chunk.choices:
+                for choice in chunk.choices:
+                    self._tokens_of[choice.index] = max(self._tokens_of.get(choice.index, 0), usage.completion_tokens)
+                return sum(self._tokens_of.values())
             self._usage = usage
             return usage.completion_tokens
         return chunk.timings.predicted_n if chunk.timings is not None else None
@@ -328,12 +341,17 @@ class StreamedRun:
             reason = FinishReason.STOP
         if self._choices > 1 and self._ended:
             reason = max(self._ended.values(), key=_WEIGHTIEST_LAST.index)
-        if reason is None:
+        if reason is None or not (self._all_ended or (self._without_reason and at_mark)):
             self._fail(errors.EngineError("The engine ended its stream without a finish reason."))
             return
         self._over.set()
         self._exchange.resume()  # the rest of the response has nobody to wait for
         self._sink.on_end(EngineEnd(reason, _usage_of(self._usage), output_tokens_seen=self._tokens_seen))
+
+    @property
+    def _all_ended(self) -> bool:
+        """Of several choices, whether each told how it ended."""
+        return self._choices == 1 or len(self._ended) == self._choices
 
     def _fail(self, fault: errors.EngineFault, *, runs: bool = True) -> None:
         """End with a fault. runs: the engine may still be generating."""
@@ -366,6 +384,26 @@ class StreamedRun:
             self._exchange.close()
         else:
             self._fail(errors.Stalled("The engine sent no output within the bound."))
+
+
+class RefusedRun:
+    """An EngineRun of a call that no engine was sent: its end is told on the running loop, later."""
+
+    def __init__(self, sink: EngineSink, fault: errors.EngineFault) -> None:
+        self._told = asyncio.get_running_loop().call_soon(sink.on_end, EngineEnd(None, None, fault))
+
+    def pause(self) -> None:
+        """There is nothing to read."""
+
+    def resume(self) -> None:
+        """There is nothing to read."""
+
+    def cancel(self) -> None:
+        """No sink call follows."""
+        self._told.cancel()
+
+    async def stopped(self) -> None:
+        """Returns at once: nothing runs."""
 
 
 def _usage_of(usage: _Usage | None) -> EngineUsage | None:
@@ -401,7 +439,9 @@ def _rejected(status: int, error: Any) -> errors.EngineRejected:
     if len(numbers) == 2:
         detail = f"The input is {numbers['n_prompt_tokens']} tokens; the engine's context window is {numbers['n_ctx']} tokens."
         return errors.EngineRejected(detail, members=numbers)
-    return errors.EngineRejected(f"The engine refused the request: {status}{_kind_of(error)}.")
+    message = fields.get("message")
+    told = "; it cannot enforce a JSON schema" if isinstance(message, str) and _OF_A_SCHEMA.search(message) else ""
+    return errors.EngineRejected(f"The engine refused the request: {status}{_kind_of(error)}{told}.")
 
 
 def _kind_of(error: Any) -> str:

@@ -136,6 +136,11 @@ class Inbox:
         """A ready replica of a revision that counts tokens and may see this tenant's prompts; None when there is none."""
         return next((replica for replica in self._within_reach(revision, tenant) if replica.counts_tokens), None)
 
+    def refuses_tools(self, revision: str, tenant: str) -> bool:
+        """Whether the replicas of a revision that may see this tenant's prompts are known to take no tools."""
+        ready = self._within_reach(revision, tenant)
+        return bool(ready) and not any(replica.takes_tools for replica in ready)
+
     def is_ready_for(self, revision: str, principal: Principal) -> bool:
         """Whether a replica of this revision is ready that may take this caller's requests."""
         pools = self.snapshot.pools

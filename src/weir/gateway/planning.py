@@ -105,12 +105,19 @@ class Planner:
                 "This model completes plain text and takes no conversation.",
                 members={"field": "input", "accepted": "a string"},
             )
-        if (refused := lacking(request, revision.engine)) is not None:
+        self._refuse_lacking(principal.tenant, revision, request)
+        return alias, revision
+
+    def _refuse_lacking(self, tenant: str, revision: Revision, request: InferenceRequest) -> None:
+        """Raises UnsupportedField for what this revision's engine cannot do."""
+        refused = lacking(request, revision.engine)
+        if refused is None and request.demands.tools and self._inbox.refuses_tools(revision.id, tenant):
+            refused = "tools", "absent: this model's chat template takes none"
+        if refused is not None:
             field, accepted = refused
             raise errors.UnsupportedField(
                 f"This model's engine does not serve '{field}' as asked.", members={"field": field, "accepted": accepted}
             )
-        return alias, revision
 
     def _resolve(self, principal: Principal, request: InferenceRequest, request_id: str) -> tuple[Alias, Revision]:
         """The caller's revision; a canary that has no ready replica for this caller leaves it to the stable one."""

@@ -72,6 +72,7 @@ _LLAMACPP: Mapping[str, _Accepted] = {
     "batch_tokens": _Whole(32, 4_096),
     "cache_type_k": _CACHE_TYPES,
     "cache_type_v": _CACHE_TYPES,
+    "chat_template": _OneOf(("model", "smollm2-tools")),
     "flash_attention": _Switch(),
     "threads": _Whole(1, 1_024),
 }
