@@ -268,7 +268,7 @@ def usage_of(prompt: int, completion: int, cached: int | None = None) -> dict[st
 def words_of(body: dict[str, Any]) -> int:
     """How the scripted server counts input: the words of the prompt or of all messages."""
     turns = body.get("messages") or [{"content": body.get("prompt", "")}]
-    return sum(len(turn["content"].split()) for turn in turns)
+    return sum(len((turn["content"] or "").split()) for turn in turns)
 
 
 async def speak(wire: Wire, body: dict[str, Any]) -> None:

@@ -1,12 +1,14 @@
 """What vLLM is told: everything that a replica needs, nothing that could run code, and no secret where others read it."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
-from weir.core.registry.arguments import ACCEPTED
+from weir.core.registry.arguments import ACCEPTED, checked_arguments
 from weir.core.registry.model import EngineKind
 from weir.engines.vllm_arguments import VllmAdapter, VllmSpec, command_line, environment, rank_of
-from weir.errors import EngineError
+from weir.errors import EngineError, InvalidRequest
 
 SPEC = VllmSpec(
     "/opt/vllm/bin/python", "/state/artifacts/ab", "small@1", 8_192, 64, "secret", {"PATH": "/bin", "HOME": "/root"}
@@ -22,6 +24,24 @@ def test_the_whole_command() -> None:
         " --enable-prompt-tokens-details --disable-uvicorn-access-log"
     )
     assert command_line(SPEC, 8_000) == shown.split(" ")
+
+
+def test_tools_and_reasoning_are_options() -> None:
+    """Protects tools: how vLLM reads calls and reasoning is approved with the revision and told by its own options' names."""
+    given = {"tool_call_parser": "hermes", "enable_auto_tool_choice": True, "reasoning_parser": "qwen3"}
+    command = command_line(msgspec.structs.replace(SPEC, arguments=checked_arguments(EngineKind.VLLM, given)), 1)
+    assert command[-5:] == ["--enable-auto-tool-choice", "--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"]
+
+
+@pytest.mark.parametrize("name", ["", "/tmp/parser.py", "../x", "a b", "--trust-remote-code", "Hermes", "x" * 41, 5, True])
+def test_a_parser_is_a_plain_name(name: Any) -> None:
+    """Protects the machine: neither a file nor another option can be given as a parser, and choosing alone needs one."""
+    for argument in ("tool_call_parser", "reasoning_parser"):
+        with pytest.raises(InvalidRequest, match=f"arguments.{argument} must be a name"):
+            checked_arguments(EngineKind.VLLM, {argument: name})
+    with pytest.raises(InvalidRequest, match=r"needs arguments\.tool_call_parser"):
+        checked_arguments(EngineKind.VLLM, {"enable_auto_tool_choice": True})
+    assert checked_arguments(EngineKind.VLLM, {"enable_auto_tool_choice": False})
 
 
 def test_arguments_are_options_of_their_names() -> None:

@@ -7,111 +7,29 @@ and only its type and its numbers are kept.
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Annotated, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 
 from weir import errors
-from weir.core.endings import FinishReason
-from weir.core.output import Delta, ShapedDelta, ToolCallPart
+from weir.core.output import Delta
 from weir.core.sse import SseDecoder
 from weir.engines.http_client import Exchange, HttpClient
 from weir.engines.http_exchange import HttpRequest
+from weir.engines.openai_chunks import ChunkReader
 from weir.engines.openai_fields import demanded, messages_of
-from weir.engines.openai_logprobs import ReportedLogprobs, logprobs_of
-from weir.ports import EngineCall, EngineEnd, EngineSink, EngineUsage
-from weir.units import Millis, Tokens
+from weir.ports import EngineCall, EngineEnd, EngineSink
+from weir.units import Millis
 
 FIRST_OUTPUT_MS = 60_000  # a long prompt is read in silence, perhaps behind others
 IDLE_MS = 30_000  # the bound of silence between outputs
 REFUSAL_BYTES_MAX = 64 * 1024
-_DONE = b"[DONE]"
 _NOT_THE_REQUESTS_FAULT = frozenset({401, 403, 404, 405, 408, 429})
 _OF_A_SCHEMA = re.compile(r"\bJSON schema\b|\bgrammar\b", re.IGNORECASE)
 _SAFE_WORD = re.compile(r"[A-Za-z_]{1,64}")
-_REASONS = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "tool_calls": FinishReason.TOOL_CALLS,
-    "function_call": FinishReason.TOOL_CALLS,
-    "content_filter": FinishReason.CONTENT_FILTER,
-}
-_NO_REASON = ("", "none", "null")  # what some servers write where OpenAI has null
-_WEIGHTIEST_LAST = (FinishReason.STOP, FinishReason.TOOL_CALLS, FinishReason.LENGTH, FinishReason.CONTENT_FILTER)
-"""Of several choices: the reason of the whole is the one that a caller must know of first."""
-
-_Count = Annotated[int, msgspec.Meta(ge=0)]
-_Index = Annotated[int, msgspec.Meta(ge=0, le=1_023)]
-
 ConfirmStop = Callable[[bool], Awaitable[None]]
 """Waits until an engine runs nothing for a call whose connection was cut. The argument: whether output had arrived."""
-
-
-class _Function(msgspec.Struct, gc=False):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _ToolCall(msgspec.Struct, gc=False):
-    index: _Index = 0
-    id: str | None = None
-    function: _Function | None = None
-
-
-class _Text(msgspec.Struct, gc=False):
-    """Reasoning comes under either name; a role alone is no output."""
-
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[_ToolCall] | None = None
-
-
-class _Choice(msgspec.Struct):
-    index: _Count = 0
-    delta: _Text | None = None
-    text: str | None = None
-    finish_reason: str | None = None
-    logprobs: ReportedLogprobs | None = None
-
-
-class _PromptDetails(msgspec.Struct, gc=False):
-    cached_tokens: _Count | None = None
-
-
-class _Usage(msgspec.Struct):
-    """A count that is absent is unknown, not zero: without both it is no usage."""
-
-    prompt_tokens: _Count | None = None
-    completion_tokens: _Count | None = None
-    prompt_tokens_details: _PromptDetails | None = None
-
-
-class _Timings(msgspec.Struct, gc=False):
-    predicted_n: _Count | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    timings: _Timings | None = None
-    error: Any = None
-
-
-_decode_chunk = msgspec.json.Decoder(_Chunk).decode
-
-
-def _parts_of(calls: Iterable[_ToolCall]) -> tuple[ToolCallPart, ...]:
-    return tuple(
-        ToolCallPart(
-            call.index,
-            call.id,
-            call.function.name if call.function else None,
-            (call.function.arguments if call.function else None) or "",
-        )
-        for call in calls
-    )
 
 
 def generation_request(call: EngineCall, extra: dict[str, Any]) -> HttpRequest:
@@ -164,14 +82,7 @@ class StreamedRun:
         self._decoder = SseDecoder()
         self._status = 0
         self._refusal = b""
-        self._reason: FinishReason | None = None
-        self._usage: _Usage | None = None
-        self._tokens_seen: Tokens | None = None
-        self._without_reason = False
-        self._choices = choices
-        self._alternatives = alternatives
-        self._ended: dict[int, FinishReason] = {}
-        self._tokens_of: dict[int, Tokens] = {}
+        self._chunks = ChunkReader(choices, alternatives, _fault_of)
         self._had_output = False
         self._paused = False
         self._needs_confirmation = False
@@ -229,7 +140,7 @@ class StreamedRun:
         fault: errors.EngineFault | None = None
         done = False
         try:
-            done = self._read(self._decoder.feed(data), deltas)
+            done = self._chunks.read(self._decoder.feed(data), deltas)
         except errors.EngineFault as error:
             fault = error
         if deltas:
@@ -255,109 +166,27 @@ class StreamedRun:
         """The connection is gone. A reply that is complete with its usage stays complete."""
         self._watch.cancel()
         if not self._over.is_set():
-            if self._reason is not None and self._usage is not None and self._all_ended:
+            if self._chunks.reason() is not None and self._chunks.usage is not None:
                 self._finish()
             else:
                 self._fail(fault)
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _read(self, payloads: list[bytes], deltas: list[Delta]) -> bool:
-        """Append what the chunks say; True at the end mark. Raises EngineFault where they are no chunks or say so."""
-        seen = self._tokens_seen
-        for payload in payloads:
-            if payload == _DONE:
-                return True
-            try:
-                chunk = _decode_chunk(payload)
-            except (msgspec.MsgspecError, UnicodeDecodeError):
-                raise errors.EngineError("The engine sent a chunk that cannot be read.") from None
-            if chunk.error is not None:
-                raise _fault_of(chunk.error)
-            pieces = [self._piece_of(choice) for choice in chunk.choices]
-            tokens = self._count_of(chunk)
-            grew = tokens is not None and (seen is None or tokens > seen)
-            if grew:
-                self._tokens_seen = seen = tokens
-                if tokens and not pieces:
-                    deltas.append(Delta("", tokens))
-            for piece in pieces:
-                piece.tokens = seen if tokens is not None else None
-                if piece.text or piece.extra_bytes or (grew and tokens):
-                    deltas.append(piece)
-        return False
-
-    def _piece_of(self, choice: _Choice) -> Delta:
-        """What a choice brings; its finish reason is noted. Raises EngineError for a reason or an index that is not known."""
-        finish = self._finish_of(choice.finish_reason) if choice.finish_reason is not None else None
-        if choice.index >= self._choices:
-            raise errors.EngineError("The engine sent a choice that was not asked for.")
-        delta = choice.delta
-        text = (choice.text if delta is None else delta.content) or ""
-        reported = choice.logprobs
-        is_shaped = delta is not None and (delta.reasoning_content or delta.reasoning or delta.tool_calls)
-        if not is_shaped and reported is None and self._choices == 1:
-            return Delta(text)
-        ended = None
-        if finish is not None and self._choices > 1:
-            ended = self._ended[choice.index] = finish
-        return ShapedDelta(
-            text,
-            choice=choice.index,
-            reasoning=(delta.reasoning_content or delta.reasoning or "") if delta is not None else "",
-            tool_calls=_parts_of(delta.tool_calls or ()) if delta is not None else (),
-            logprobs=logprobs_of(reported, self._alternatives) if reported is not None else (),
-            finish=ended,
-        )
-
-    def _finish_of(self, word: str) -> FinishReason | None:
-        reason = _REASONS.get(word)
-        if reason is None:
-            if word not in _NO_REASON:
-                raise errors.EngineError("The engine ended the reply for an unknown finish reason.")
-            self._without_reason = True
-        else:
-            self._reason = reason
-        return reason
-
-    def _count_of(self, chunk: _Chunk) -> Tokens | None:
-        """The cumulative output count, of all choices, that a chunk tells; its usage is noted.
-
-        Of several choices a chunk of vLLM's tells only the count of its own, and the chunk without a choice that of all.
-        """
-        usage = chunk.usage
-        if usage is not None and usage.prompt_tokens is not None and usage.completion_tokens is not None:
-            if self._choices > 1 and chunk.choices:
-                for choice in chunk.choices:
-                    self._tokens_of[choice.index] = max(self._tokens_of.get(choice.index, 0), usage.completion_tokens)
-                return sum(self._tokens_of.values())
-            self._usage = usage
-            return usage.completion_tokens
-        return chunk.timings.predicted_n if chunk.timings is not None else None
-
     def _finish(self, *, at_mark: bool = False) -> None:
-        reason = self._reason
-        if reason is None and self._without_reason and at_mark:
-            reason = FinishReason.STOP
-        if self._choices > 1 and self._ended:
-            reason = max(self._ended.values(), key=_WEIGHTIEST_LAST.index)
-        if reason is None or not (self._all_ended or (self._without_reason and at_mark)):
+        reason = self._chunks.reason(at_mark=at_mark)
+        if reason is None:
             self._fail(errors.EngineError("The engine ended its stream without a finish reason."))
             return
         self._over.set()
         self._exchange.resume()  # the rest of the response has nobody to wait for
-        self._sink.on_end(EngineEnd(reason, _usage_of(self._usage), output_tokens_seen=self._tokens_seen))
-
-    @property
-    def _all_ended(self) -> bool:
-        """Of several choices, whether each told how it ended."""
-        return self._choices == 1 or len(self._ended) == self._choices
+        self._sink.on_end(EngineEnd(reason, self._chunks.usage, output_tokens_seen=self._chunks.tokens))
 
     def _fail(self, fault: errors.EngineFault, *, runs: bool = True) -> None:
         """End with a fault. runs: the engine may still be generating."""
         if not self._over.is_set():
             self._close(needs_confirmation=runs)
-            self._sink.on_end(EngineEnd(None, None, fault, self._tokens_seen))
+            self._sink.on_end(EngineEnd(None, None, fault, self._chunks.tokens))
 
     def _close(self, *, needs_confirmation: bool) -> None:
         self._needs_confirmation = needs_confirmation
@@ -404,14 +233,6 @@ class RefusedRun:
 
     async def stopped(self) -> None:
         """Returns at once: nothing runs."""
-
-
-def _usage_of(usage: _Usage | None) -> EngineUsage | None:
-    if usage is None or usage.prompt_tokens is None or usage.completion_tokens is None:
-        return None
-    details = usage.prompt_tokens_details
-    cached = (details.cached_tokens if details else None) or 0
-    return EngineUsage(usage.prompt_tokens, min(cached, usage.prompt_tokens), usage.completion_tokens)
 
 
 def _refusal(status: int, body: bytes) -> errors.EngineFault:

@@ -4,6 +4,7 @@ Pure. An explicit list for each engine: an argument that nobody looked at could 
 isolation, or how many requests run at once, is the platform's and never an argument.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -11,6 +12,7 @@ from typing import TypeAlias
 from weir import errors
 from weir.core.registry.model import Argument, EngineKind
 
+_WORD = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 Arguments: TypeAlias = tuple[tuple[str, Argument], ...]
 
 
@@ -55,6 +57,16 @@ class _OneOf:
         return f"one of {', '.join(self.texts)}"
 
 
+class _Word:
+    """A plain name, which can be neither a path nor an option."""
+
+    def takes(self, value: Argument) -> bool:
+        return isinstance(value, str) and _WORD.fullmatch(value) is not None
+
+    def __str__(self) -> str:
+        return "a name of 1 … 40 of a-z 0-9 _ -, the first a letter"
+
+
 class _Switch:
     """True or false."""
 
@@ -65,7 +77,7 @@ class _Switch:
         return "true or false"
 
 
-_Accepted: TypeAlias = _Whole | _Number | _OneOf | _Switch
+_Accepted: TypeAlias = _Whole | _Number | _OneOf | _Word | _Switch
 
 _CACHE_TYPES = _OneOf(("f16", "q8_0", "q4_0"))
 _LLAMACPP: Mapping[str, _Accepted] = {
@@ -81,13 +93,16 @@ _SIMULATED: Mapping[str, _Accepted] = {
 }
 _VLLM: Mapping[str, _Accepted] = {
     "dtype": _OneOf(("auto", "bfloat16", "float16", "float32")),
+    "enable_auto_tool_choice": _Switch(),
     "enable_chunked_prefill": _Switch(),
     "enforce_eager": _Switch(),
     "gpu_memory_utilization": _Number(0.05, 1),
     "kv_cache_dtype": _OneOf(("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")),
     "max_num_batched_tokens": _Whole(64, 1_048_576),
     "quantization": _OneOf(("awq", "awq_marlin", "compressed-tensors", "fp8", "gptq", "gptq_marlin")),
+    "reasoning_parser": _Word(),
     "tensor_parallel_size": _Whole(1, 64),
+    "tool_call_parser": _Word(),
 }
 ACCEPTED: Mapping[EngineKind, Mapping[str, _Accepted]] = {
     EngineKind.LLAMACPP: _LLAMACPP,
@@ -95,7 +110,8 @@ ACCEPTED: Mapping[EngineKind, Mapping[str, _Accepted]] = {
     EngineKind.OPENAI: {},
     EngineKind.VLLM: _VLLM,
 }
-"""vLLM's are named as its own options are. What fits no model, or no GPU, shows as the reason why a replica does not start."""
+"""vLLM's are named as its own options are; its parsers are those that it comes with, as one's own file needs another option.
+What fits no model, or no GPU, shows as the reason why a replica does not start."""
 
 
 def checked_arguments(engine: EngineKind, given: Mapping[str, Argument]) -> Arguments:
@@ -112,4 +128,7 @@ def checked_arguments(engine: EngineKind, given: Mapping[str, Argument]) -> Argu
     if given.get("cache_type_v", "f16") != "f16" and not given.get("flash_attention"):
         members = {"field": "arguments.cache_type_v", "accepted": "f16, or with arguments.flash_attention true"}
         raise errors.InvalidRequest("arguments.cache_type_v must be f16 without arguments.flash_attention.", members=members)
+    if given.get("enable_auto_tool_choice") and "tool_call_parser" not in given:
+        members = {"field": "arguments.enable_auto_tool_choice", "accepted": "true only with arguments.tool_call_parser"}
+        raise errors.InvalidRequest("arguments.enable_auto_tool_choice needs arguments.tool_call_parser.", members=members)
     return tuple(sorted(given.items()))
