@@ -178,7 +178,7 @@ def test_refusals_by_the_official_sdk(sdk: OpenAI, server: _Server) -> None:
         ("/v1/completions", b"\xff"),
         ("/v1/completions", {"prompt": 3}),
         ("/v1/completions", {}),
-        ("/v1/completions", {"prompt": "x", "n": 2}),
+        ("/v1/completions", {"prompt": "x", "n": 0}),
         ("/v1/completions", {"prompt": "x", "max_tokens": 0}),
         ("/v1/completions", {"messages": [{"role": "user", "content": "x"}]}),
         ("/v1/chat/completions", {"prompt": "x"}),

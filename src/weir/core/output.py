@@ -4,7 +4,7 @@ Nearly all pieces are text of the only choice: a `Delta`. What else there is com
 reasoning, parts of a tool call, log probabilities, the end of one of several choices. `replies` puts a whole answer together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -72,6 +72,14 @@ class ShapedDelta(Delta):
 
 def _size_of(entry: TokenLogprob) -> Bytes:
     return sum(_LOGPROB_BYTES + len(other.token) for other in (entry, *entry.top))
+
+
+_WEIGHTIEST_LAST = (FinishReason.STOP, FinishReason.TOOL_CALLS, FinishReason.LENGTH, FinishReason.CONTENT_FILTER)
+
+
+def end_of_all(ends: Iterable[FinishReason]) -> FinishReason:
+    """How a reply of several choices ended: the reason that a caller must know of first; a stop where none is told."""
+    return max(ends, key=_WEIGHTIEST_LAST.index, default=FinishReason.STOP)
 
 
 def text_of(pieces: Sequence[Delta]) -> str:

@@ -10,7 +10,7 @@ import msgspec
 
 from weir import errors
 from weir.core.endings import FinishReason
-from weir.core.output import Delta, ShapedDelta, ToolCallPart
+from weir.core.output import Delta, ShapedDelta, ToolCallPart, end_of_all
 from weir.engines.openai_logprobs import ReportedLogprobs, logprobs_of
 from weir.ports import EngineUsage
 from weir.units import Tokens
@@ -24,9 +24,6 @@ _REASONS = {
     "content_filter": FinishReason.CONTENT_FILTER,
 }
 _NO_REASON = ("", "none", "null")  # what some servers write where OpenAI has null
-_WEIGHTIEST_LAST = (FinishReason.STOP, FinishReason.TOOL_CALLS, FinishReason.LENGTH, FinishReason.CONTENT_FILTER)
-"""Of several choices: the reason of the whole is the one that a caller must know of first."""
-
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Index = Annotated[int, msgspec.Meta(ge=0, le=1_023)]
 
@@ -132,7 +129,7 @@ class ChunkReader:
             return self._reason or (FinishReason.STOP if lacks_none else None)
         if len(self._ended) < self._choices and not lacks_none:
             return None
-        return max(self._ended.values(), key=_WEIGHTIEST_LAST.index, default=FinishReason.STOP)
+        return end_of_all(self._ended.values())
 
     def read(self, payloads: Iterable[bytes], deltas: list[Delta]) -> bool:
         """Append what the chunks say; True at the end mark. Raises EngineFault where they are no chunks or say so."""

@@ -6,7 +6,7 @@ clock and holds no socket; `simulated_server` puts the same engine behind HTTP.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -14,9 +14,18 @@ import msgspec
 from weir.core.demands import NO_DEMANDS, Demands
 from weir.core.request import Message
 from weir.engines.simulated_batch import SimulatedBatch, Step, StepOutcome
+from weir.engines.simulated_choices import ChoicesRun
 from weir.engines.simulated_faults import NO_FAULTS, Faults, is_marked
-from weir.engines.simulated_run import SimulatedRun
-from weir.engines.simulated_text import ReplyBounds, count_prompt_tokens, natural_output_tokens, prompt_block_keys, script
+from weir.engines.simulated_replies import demands_shape, shaped_replies
+from weir.engines.simulated_run import SequenceRun, SimulatedRun
+from weir.engines.simulated_text import (
+    ReplyBounds,
+    count_prompt_tokens,
+    natural_output_tokens,
+    prompt_block_keys,
+    prompt_with_tools,
+    script,
+)
 from weir.engines.step_time import StepTime, step_time
 from weir.errors import EngineRejected, ReplicaLost, Stalled
 from weir.messages import ReplicaAddress
@@ -28,6 +37,11 @@ LATE_STEP_S = 0.005  # after a timer late by less, the next step starts where th
 
 def _natural_length(call: EngineCall) -> Tokens:
     return natural_output_tokens(call.prompt)
+
+
+def count_input_tokens(prompt: str | tuple[Message, ...], chat: bool, demands: Demands) -> Tokens:
+    """Exact input tokens ≥ 1, with the tools that the chat template tells of."""
+    return count_prompt_tokens(prompt_with_tools(prompt, demands.tools) if demands.tools and chat else prompt, chat)
 
 
 def _exact(duration_ms: float) -> float:
@@ -108,7 +122,7 @@ class _Replica:
         self.generation_tokens: Tokens = 0
         self._loop = loop
         self._step_time = spec.step_time or step_time(spec.row, spec.preset)
-        self._runs: dict[int, SimulatedRun] = {}
+        self._runs: dict[int, SequenceRun] = {}
         self._crashing: set[int] = set()
         self._stalling: dict[int, Tokens] = {}
         self._last_id = 0
@@ -119,17 +133,22 @@ class _Replica:
 
     def submit(self, run: SimulatedRun, call: EngineCall) -> None:
         """Queue a run; the first step begins after everything else that arrives at this instant."""
+        prompt = prompt_with_tools(call.prompt, call.demands.tools) if call.demands.tools else call.prompt
+        keys = prompt_block_keys(prompt, call.chat) if self.spec.prefix_cache else ()
+        for sequence in run.sequences():
+            self._submit(sequence, call, keys)
+        self._continue()
+
+    def _submit(self, run: SequenceRun, call: EngineCall, keys: Sequence[bytes]) -> None:
         self._last_id += 1
         sequence_id = self._last_id
         self._runs[sequence_id] = run
         run.on_cancel = lambda: self.batch.cancel(sequence_id)
-        keys = prompt_block_keys(call.prompt, call.chat) if self.spec.prefix_cache else ()
         self.batch.submit(sequence_id, run.input_tokens, run.reply.tokens, keys, call.cache_salt or "")
         if is_marked(call.prompt, self.faults.crash_marker):
             self._crashing.add(sequence_id)
         if is_marked(call.prompt, self.faults.stall_marker):
             self._stalling[sequence_id] = self.faults.stall_after_tokens
-        self._continue()
 
     def order(self, faults: Faults) -> None:
         """From now on these faults, and no others."""
@@ -228,7 +247,7 @@ class _Replica:
             if sequence_id in finished and self._runs.get(sequence_id) is run:
                 self._take_out(sequence_id).complete()
 
-    def _take_out(self, sequence_id: int) -> SimulatedRun:
+    def _take_out(self, sequence_id: int) -> SequenceRun:
         """A run that the batch holds no more."""
         self._crashing.discard(sequence_id)
         self._stalling.pop(sequence_id, None)
@@ -259,9 +278,13 @@ class SimulatedEngine:
         replica = self._replica(call.replica.name)
         spec = replica.spec
         seed = spec.seed if call.sampling.seed is None else call.sampling.seed
-        limits = ReplyBounds(spec.output_length(call), call.max_output_tokens, call.sampling.stop)
-        input_tokens = count_prompt_tokens(call.prompt, call.chat)
-        run = SimulatedRun(sink, script(call.prompt, seed, limits), input_tokens, self._bounds.stop_ms)
+        input_tokens = count_input_tokens(call.prompt, call.chat, call.demands)
+        if demands_shape(call):
+            replies = shaped_replies(call, seed, spec.output_length(call))
+            run: SimulatedRun = ChoicesRun(sink, replies, input_tokens, self._bounds.stop_ms)
+        else:
+            limits = ReplyBounds(spec.output_length(call), call.max_output_tokens, call.sampling.stop)
+            run = SimulatedRun(sink, script(call.prompt, seed, limits), input_tokens, self._bounds.stop_ms)
         loop = asyncio.get_running_loop()
         if replica.lost or self._closed:
             run.leave(lost=True)
@@ -280,7 +303,7 @@ class SimulatedEngine:
         """Exact input tokens; None from a lost or stalled replica."""
         if not await self._answers(replica.name, self._bounds.count_ms):
             return None
-        return count_prompt_tokens(prompt, chat)
+        return count_input_tokens(prompt, chat, demands)
 
     async def probe(self, replica: ReplicaAddress) -> ReplicaAddress:
         """The address with what this engine can do. Raises ReplicaLost, or Stalled after the bound."""

@@ -7,18 +7,19 @@ phase and streaming or not, frees its sequence at the next step. Headers of a st
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
 from weir import __version__
 from weir.core.registry.model import EngineKind
-from weir.core.request import Message, Sampling
-from weir.engines.simulated import SimulatedEngine, SimulatedReplica
+from weir.core.request import Sampling
+from weir.engines.simulated import SimulatedEngine, SimulatedReplica, count_input_tokens
 from weir.engines.simulated_blocks import BLOCK_TOKENS
+from weir.engines.simulated_bodies import Body
 from weir.engines.simulated_faults import NO_FAULTS, FaultOrder, Faults
 from weir.engines.simulated_shapes import Refusal, Shape, StreamOptions, exposition
-from weir.engines.simulated_text import count_prompt_tokens, invented_token_ids
+from weir.engines.simulated_text import invented_token_ids
 from weir.engines.step_time import step_time
 from weir.messages import ReplicaAddress
 from weir.ports import Clock, Delta, EngineCall, EngineEnd, EngineRun
@@ -30,8 +31,6 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _T = TypeVar("_T")
 
 BODY_BYTES_MAX = 32 * 1024 * 1024
-SALT_LENGTH_MAX = 128
-SALT_FORBIDDEN = frozenset("@/\\\0")
 COMPLETION_TOKENS_DEFAULT = 16  # what the completions API takes when max_tokens is absent
 _REPLICA = "simulated"
 _JSON = (b"content-type", b"application/json")
@@ -77,43 +76,6 @@ class ServerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             faults=self.faults,
             on_crash=on_crash,
         )
-
-
-class _Turn(msgspec.Struct):
-    role: str
-    content: str
-
-
-class _Body(msgspec.Struct):
-    """The fields that matter here, of all POST endpoints; others are ignored, as vLLM does."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[_Turn] | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    n: Literal[1] | None = None
-    cache_salt: str | None = None
-
-    def text(self) -> str | tuple[Message, ...]:
-        """Prompt or conversation. Raises Refusal when there is none."""
-        if self.messages:
-            return tuple(Message(turn.role, turn.content) for turn in self.messages)
-        if self.prompt is None:
-            raise Refusal(400, "BadRequestError", "a prompt or messages are required")
-        return self.prompt
-
-    def salt(self) -> str | None:
-        """The cache salt; none where it is absent. Raises Refusal for those that vLLM refuses."""
-        salt = self.cache_salt
-        if salt is not None and (not 0 < len(salt) <= SALT_LENGTH_MAX or SALT_FORBIDDEN.intersection(salt)):
-            message = f"cache_salt must be 1 to {SALT_LENGTH_MAX} characters without @, /, \\ and NUL"
-            raise Refusal(400, "BadRequestError", message, "cache_salt")
-        return salt
 
 
 class _ClientLeft(Exception):
@@ -223,7 +185,8 @@ class SimulatedApi:
     async def _tokenize(self, receive: Receive, send: Send) -> None:
         body = await self._read(receive)
         text, chat = body.text(), body.messages is not None
-        count = count_prompt_tokens(text, chat)
+        demands = body.demands()
+        count = count_input_tokens(text, chat, demands)
         shape = {
             "count": count,
             "max_model_len": self._spec.context_tokens,
@@ -249,10 +212,10 @@ class SimulatedApi:
         body = await self._read(receive)
         call = self._call(body, chat)
         self._serial += 1
-        input_tokens = count_prompt_tokens(call.prompt, chat)
+        input_tokens = count_input_tokens(call.prompt, chat, call.demands)
         head = (self._serial, self._spec.model, self._clock.wall_ms() // 1_000)
         options = body.stream_options or StreamOptions() if body.stream else None
-        shape = Shape(head, chat, input_tokens, options)
+        shape = Shape(head, chat, input_tokens, options, choices=call.demands.choices)
         inbox = _Inbox()
         run = self._engine.start(call, inbox)
         async with asyncio.TaskGroup() as group:
@@ -265,12 +228,12 @@ class SimulatedApi:
                 run.cancel()
                 watcher.cancel()
 
-    def _call(self, body: _Body, chat: bool) -> EngineCall:
+    def _call(self, body: Body, chat: bool) -> EngineCall:
         """What the engine is asked. Raises Refusal where vLLM answers 400."""
         if (body.messages is not None) is not chat:
             raise Refusal(400, "BadRequestError", "messages are required" if chat else "a prompt is required")
-        prompt = body.text()
-        room = self._spec.context_tokens - count_prompt_tokens(prompt, chat)
+        prompt, demands = body.text(), body.demands()
+        room = self._spec.context_tokens - count_input_tokens(prompt, chat, demands)
         asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         max_tokens = asked if asked is not None else (max(1, room) if chat else COMPLETION_TOKENS_DEFAULT)
         if max_tokens < 1:
@@ -282,11 +245,12 @@ class SimulatedApi:
             )
             raise Refusal(400, "BadRequestError", message, "input_tokens")
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        return EngineCall(self._address, 0, prompt, chat, max_tokens, Sampling(seed=body.seed, stop=stop), body.salt())
+        sampling = Sampling(seed=body.seed, stop=stop)
+        return EngineCall(self._address, 0, prompt, chat, max_tokens, sampling, body.salt(), demands)
 
-    async def _read(self, receive: Receive) -> _Body:
+    async def _read(self, receive: Receive) -> Body:
         """The request's body. Raises Refusal for what is malformed, too large, or for another model."""
-        body = await _decoded(receive, _Body)
+        body = await _decoded(receive, Body)
         if body.model is None:
             body.model = self._spec.model
         if body.model != self._spec.model:
@@ -306,13 +270,13 @@ async def _stream(send: Send, shape: Shape, inbox: _Inbox) -> None:
 
 
 async def _write_whole(send: Send, shape: Shape, inbox: _Inbox) -> None:
-    pieces: list[str] = []
+    pieces: list[Delta] = []
     end: EngineEnd | None = None
     while end is None:  # bounded by the reply's length
         deltas, end = await inbox.take()
-        pieces += [delta.text for delta in deltas]
+        pieces += deltas
     try:
-        status, body = 200, shape.whole("".join(pieces), end)
+        status, body = 200, shape.whole(pieces, end)
     except Refusal as refusal:
         status, body = refusal.status, msgspec.json.encode(refusal.body)
     await _answer(send, status, _JSON, body)

@@ -4,7 +4,8 @@ The batch decides when a token exists; this says it to the sink, in order and on
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from weir.engines.simulated_text import Script
 from weir.errors import EngineRejected, ReplicaLost
@@ -12,11 +13,36 @@ from weir.ports import Delta, EngineEnd, EngineSink, EngineUsage
 from weir.units import Millis, Tokens
 
 
+class Reply(Protocol):
+    """A reply that is known beforehand; tokens: its length."""
+
+    @property
+    def tokens(self) -> Tokens: ...
+
+
+class SequenceRun(Protocol):
+    """What the driver of a batch does with one of its sequences. on_cancel: takes it out of the batch, None while in none."""
+
+    input_tokens: Tokens
+    on_cancel: Callable[[], None] | None
+
+    @property
+    def reply(self) -> Reply: ...
+
+    def begin(self, cached_tokens: Tokens) -> None: ...
+    def emit(self, tokens: Tokens) -> None: ...
+    def complete(self) -> None: ...
+    def fail(self, fault: EngineRejected | ReplicaLost) -> None: ...
+    def cancel(self) -> None: ...
+    def leave(self, *, lost: bool = False) -> None: ...
+
+
 class SimulatedRun:
     """An EngineRun. on_cancel: takes it out of its batch, None while it is in none."""
 
-    def __init__(self, sink: EngineSink, reply: Script, input_tokens: Tokens, stop_ms: Millis) -> None:
-        self.reply = reply
+    def __init__(self, sink: EngineSink, reply: Script | None, input_tokens: Tokens, stop_ms: Millis) -> None:
+        """reply: None where its choices have theirs."""
+        self._reply = reply
         self.input_tokens = input_tokens
         self._cached_tokens: Tokens | None = None
         self.on_cancel: Callable[[], None] | None = None
@@ -29,6 +55,16 @@ class SimulatedRun:
         self._pending_end: EngineEnd | None = None
         self._out = asyncio.Event()
         self._lost = False
+
+    def sequences(self) -> "Sequence[SequenceRun]":
+        """What the batch computes for it."""
+        return (self,)
+
+    @property
+    def reply(self) -> Script:
+        """The whole reply."""
+        assert self._reply is not None
+        return self._reply
 
     def pause(self) -> None:
         """The engine goes on; its output waits here, at most the reply's length."""
@@ -66,7 +102,15 @@ class SimulatedRun:
         self._emitted = tokens
         if self._silent:
             return
-        delta = Delta(self.reply.piece(tokens - 1), tokens)
+        assert self._reply is not None
+        delta = Delta(self._reply.piece(tokens - 1), tokens)
+        if self._paused or self._pending:
+            self._pending.append(delta)
+        else:
+            self._sink.on_deltas((delta,))
+
+    def _tell(self, delta: Delta) -> None:
+        """A piece, now or behind what waits."""
         if self._paused or self._pending:
             self._pending.append(delta)
         else:

@@ -8,6 +8,7 @@ import hashlib
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from weir.core.demands import Tool
 from weir.core.endings import FinishReason
 from weir.core.request import Message
 from weir.engines.simulated_blocks import BLOCK_TOKENS
@@ -27,11 +28,25 @@ _WORDS = (*_PLAIN.split(" "), "café", "naïve", "übrig", "señal", "Ωmega", "
 _MASK = (1 << 64) - 1
 
 
+def written(turn: Message) -> str:
+    """A turn's text as the invented chat template writes it: with the calls that it made."""
+    if not turn.tool_calls:
+        return turn.content
+    return turn.content + "".join(call.name + call.arguments for call in turn.tool_calls)
+
+
+def prompt_with_tools(prompt: str | tuple[Message, ...], tools: tuple[Tool, ...]) -> tuple[Message, ...]:
+    """A conversation after the turn in which the invented chat template tells of tools."""
+    turns = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+    told = "".join(text for tool in tools for text in (tool.name, tool.description, tool.parameters) if text)
+    return (Message("tools", told), *turns)
+
+
 def prompt_bytes(prompt: str | tuple[Message, ...]) -> bytes:
     """The prompt as bytes that differ whenever roles, borders or contents do."""
     if isinstance(prompt, str):
         return prompt.encode()
-    return b"\x00".join(part.encode() for turn in prompt for part in (turn.role, turn.content))
+    return b"\x00".join(part.encode() for turn in prompt for part in (turn.role, written(turn)))
 
 
 def prompt_digest(prompt: str | tuple[Message, ...]) -> int:
@@ -43,7 +58,7 @@ def count_prompt_tokens(prompt: str | tuple[Message, ...], chat: bool) -> Tokens
     """Exact input tokens ≥ 1. With chat, a string is one user message."""
     if not chat and isinstance(prompt, str):
         return max(1, ceil_div(len(prompt.encode()), BYTES_PER_TOKEN))
-    contents = (prompt,) if isinstance(prompt, str) else tuple(turn.content for turn in prompt)
+    contents = (prompt,) if isinstance(prompt, str) else tuple(written(turn) for turn in prompt)
     return REPLY_TOKENS + sum(TURN_TOKENS + ceil_div(len(content.encode()), BYTES_PER_TOKEN) for content in contents)
 
 
@@ -65,7 +80,7 @@ def _template(prompt: str | tuple[Message, ...]) -> bytes:
     tokens = bytearray()
     for turn in turns:
         tokens += hashlib.blake2b(turn.role.encode(), digest_size=TURN_TOKENS * BYTES_PER_TOKEN).digest()
-        content = turn.content.encode()
+        content = written(turn).encode()
         tokens += content + b"\xff" * (-len(content) % BYTES_PER_TOKEN)
     return bytes(tokens) + b"\xff" * (REPLY_TOKENS * BYTES_PER_TOKEN)
 
@@ -82,16 +97,16 @@ def _word(state: int, position: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A whole reply, known beforehand. tokens: its length ≥ 1; reason: stop or length."""
+    """A whole reply, known beforehand. tokens: its length ≥ 1; reason: stop or length. cut: its pieces before a stop."""
 
     state: int
     tokens: Tokens
     reason: FinishReason
-    _pieces: tuple[str, ...] | None = field(default=None, repr=False)
+    cut: tuple[str, ...] | None = field(default=None, repr=False)
 
     def piece(self, position: int) -> str:
         """The text that token `position`, 0 … tokens − 1, adds; empty where it belongs to a stop string."""
-        return _word(self.state, position) if self._pieces is None else self._pieces[position]
+        return _word(self.state, position) if self.cut is None else self.cut[position]
 
 
 @dataclass(frozen=True, slots=True)
