@@ -14,7 +14,7 @@ from tests.e2e.running_cell import running_cell
 from tests.e2e.sse_client import bearer, calling
 from tests.isolation_probe import Probe, Send, secret_prompt
 
-from weir.engines.simulated_api import SALT_FORBIDDEN, SALT_LENGTH_MAX
+from weir.engines.simulated_bodies import SALT_FORBIDDEN, SALT_LENGTH_MAX
 from weir.engines.simulated_text import count_prompt_tokens
 from weir.sim.random_source import seeded_random
 

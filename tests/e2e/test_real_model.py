@@ -129,7 +129,7 @@ async def test_tools_and_forms_by_the_official_sdk(stage: Stage) -> None:
         async with client.chat.completions.stream(messages=messages, tools=tools, **options) as stream:
             streamed = (await stream.get_final_completion()).choices[0]
         whole = (await client.chat.completions.create(messages=messages, tools=tools, **options)).choices[0]
-        [one], [other] = streamed.message.tool_calls or (), whole.message.tool_calls or ()
+        [one], [other] = list(streamed.message.tool_calls or []), list(whole.message.tool_calls or [])
         assert streamed.finish_reason == whole.finish_reason == "tool_calls"
         assert isinstance(one, ChatCompletionMessageToolCall) and isinstance(other, ChatCompletionMessageToolCall)
         assert one.id and other.id and one.function.arguments == other.function.arguments

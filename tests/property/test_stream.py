@@ -134,3 +134,40 @@ def test_what_is_not_text_is_booked_and_kept_in_order_too() -> None:
     assert stream.arrive([Delta("ab"), call, ShapedDelta("", reasoning="x"), ShapedDelta("")], 1) == [Delta("ab")]
     assert stream.arrived == 2 + len('find{"a"') + 1 and stream.held_bytes == call.extra_bytes + 1
     assert stream.book(100) == [call, ShapedDelta("", reasoning="x")] and stream.held_bytes == 0
+
+
+CHOICES = 3
+
+
+@given(
+    made=st.lists(st.tuples(st.integers(0, CHOICES - 1), WORDS), max_size=60),
+    counted=st.booleans(),
+    step=st.integers(1, 20),
+    durable=st.lists(st.integers(0, 3), max_size=60),
+)
+def test_several_choices_are_booked_together(made: list[tuple[int, str]], counted: bool, step: int, durable: list[int]) -> None:
+    """Protects money with several choices: delivered ≤ booked in tokens of all; each choice's pieces keep their order."""
+    most = 40 * CHOICES
+    stream = TokenStream(most, min(step, most), step)
+    pieces = [
+        ShapedDelta(word, number + 1 if counted else None, choice=choice, reasoning=str(number))
+        for number, (choice, word) in enumerate(made)
+    ]
+    out: list[Delta] = []
+    asked = [stream.asked]
+    for number, piece in enumerate(pieces):
+        out += stream.arrive([piece], number)
+        if (wanted := stream.ask()) is not None:
+            asked.append(wanted)
+        for _ in range(durable[number] if number < len(durable) else 0):
+            if asked:
+                out += stream.book(asked.pop(0))
+        assert stream.delivered <= stream.booked <= stream.asked <= most
+        if counted:
+            assert len(out) <= stream.booked
+    for _ in range(500):
+        if asked:
+            out += stream.book(asked.pop(0))
+        if (wanted := stream.ask()) is not None:
+            asked.append(wanted)
+    assert out == pieces and stream.delivered <= most and stream.held_bytes == 0

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from weir.core.registry.arguments import ACCEPTED, checked_arguments
-from weir.core.registry.model import EngineKind
+from weir.core.registry.model import Argument, EngineKind
 from weir.engines.vllm_arguments import VllmAdapter, VllmSpec, command_line, environment, rank_of
 from weir.errors import EngineError, InvalidRequest
 
@@ -28,7 +28,7 @@ def test_the_whole_command() -> None:
 
 def test_tools_and_reasoning_are_options() -> None:
     """Protects tools: how vLLM reads calls and reasoning is approved with the revision and told by its own options' names."""
-    given = {"tool_call_parser": "hermes", "enable_auto_tool_choice": True, "reasoning_parser": "qwen3"}
+    given: dict[str, Argument] = {"tool_call_parser": "hermes", "enable_auto_tool_choice": True, "reasoning_parser": "qwen3"}
     command = command_line(msgspec.structs.replace(SPEC, arguments=checked_arguments(EngineKind.VLLM, given)), 1)
     assert command[-5:] == ["--enable-auto-tool-choice", "--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"]
 

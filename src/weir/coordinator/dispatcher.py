@@ -287,7 +287,7 @@ class Dispatcher:
     def _take_lane(self, execution: Execution, site: Site, now_ns: Nanos) -> int:
         need, replica = execution.need, site.replica
         if self._fleet.address_of(replica.name).cache_salt:
-            self._fleet.prefixes.placed(replica.name, need.prefix, need.input_tokens)
+            self._fleet.prefixes.placed(replica.name, need.prefix, execution.acquire.input_tokens)
         return replica.take_lane(need.kv_tokens, need.input_tokens - site.cached_tokens, now_ns)
 
     def _candidates(self, execution: Execution, need: Need, avoid: str | None, chosen: Replica | None = None) -> Candidates:

@@ -295,7 +295,9 @@ class Domain:
     def pace_of_answer(self, execution: Execution, now_ns: Nanos) -> float | None:
         """Time per output token ÷ its class's target, of an answer that completed and was long enough to say."""
         end = execution.end_record
-        if not isinstance(end, SettleRecord) or end.status is not Status.COMPLETED or end.output_tokens < _PACED_TOKENS:
+        if not isinstance(end, SettleRecord) or end.status is not Status.COMPLETED:
+            return None
+        if end.output_tokens // execution.acquire.choices < _PACED_TOKENS:
             return None
         token_ms = end.timing.tpot_ms
         if token_ms is None:

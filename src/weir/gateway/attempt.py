@@ -11,7 +11,7 @@ from weir.core.stream import TokenStream
 from weir.gateway.planning import Plan
 from weir.messages import AttemptUsage, Granted, Run, Stopped
 from weir.ports import Delta, EngineEnd, EngineRun
-from weir.units import Nanos, Tokens
+from weir.units import Nanos, Tokens, ceil_div
 
 _REPORTED_MAX: Tokens = 2**53
 
@@ -83,6 +83,11 @@ class Attempt:
         """The engine's own figure where it arrived, else what was counted here."""
         usage = self.end.usage if self.end else None
         return _sendable(usage.output_tokens if usage else self.stream.arrived)
+
+    def tpot_ms(self) -> float | None:
+        """Milliseconds per output token of one choice: all are made at once, so that several are no faster than one."""
+        choices = self._plan.request.demands.choices
+        return self.stream.tpot_ms(min(_REPORTED_MAX, ceil_div(max(0, self.output_tokens()), choices)))
 
     def usage(self, reason: FinishReason) -> AttemptUsage | None:
         """What it used when it ended for this reason; None if it was never granted."""

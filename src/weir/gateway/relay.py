@@ -419,7 +419,7 @@ class Relay:
             delivered_tokens=self._delivered(reason),
             usage=attempt.usage(reason),
             ttft_ms=self._ttft_ms(),
-            tpot_ms=attempt.stream.tpot_ms(attempt.output_tokens()),
+            tpot_ms=attempt.tpot_ms(),
             error_detail=attempt.detail,
             reached=attempt.reached,
         )
