@@ -29,10 +29,14 @@ DELIVERY_STEP_TOKENS = 256
 
 
 class TokenStream:
-    """max_output: tokens ≥ 1 of all choices. first_step: the delivered_max of the dispatch, 0 for answers not streamed."""
+    """max_output: tokens ≥ 1 of all choices. first_step: the delivered_max of the dispatch, 0 for answers not streamed.
+
+    is_whole: of an answer that is not streamed everything is held for `drain`, also what has no tokens.
+    """
 
     __slots__ = (
         "_held",
+        "_is_whole",
         "_max",
         "_step",
         "_text_bytes",
@@ -45,9 +49,12 @@ class TokenStream:
         "last_ns",
     )
 
-    def __init__(self, max_output: Tokens, first_step: Tokens, step: Tokens = DELIVERY_STEP_TOKENS) -> None:
+    def __init__(
+        self, max_output: Tokens, first_step: Tokens, step: Tokens = DELIVERY_STEP_TOKENS, *, is_whole: bool = False
+    ) -> None:
         self._max = max_output
         self._step = step
+        self._is_whole = is_whole
         self._held: deque[tuple[Tokens, Delta]] = deque()
         self._text_bytes = 0
         self.arrived: Tokens = 0
@@ -75,7 +82,7 @@ class TokenStream:
                 continue
             if self.first_ns is None:
                 self.first_ns = now_ns
-            if count <= self.booked and not self._held:
+            if count <= self.booked and not self._held and not self._is_whole:
                 self.delivered = count
                 out.append(piece)
             else:
@@ -89,7 +96,7 @@ class TokenStream:
         """A step became durable; returns the held pieces that it lets out, in order."""
         self.booked = max(self.booked, delivered_max)
         out: list[Delta] = []
-        while self._held and self._held[0][0] <= self.booked:
+        while self._held and self._held[0][0] <= self.booked and not self._is_whole:
             count, piece = self._held.popleft()
             self.held_bytes -= len(piece.text.encode()) + piece.extra_bytes
             self.delivered = count

@@ -26,7 +26,9 @@ class Attempt:
     def __init__(self, plan: Plan, step_tokens: Tokens) -> None:
         self._plan = plan
         self._paused = False
-        self.stream = TokenStream(plan.max_output_tokens * plan.request.demands.choices, 0, step_tokens)
+        request = plan.request
+        most = plan.max_output_tokens * request.demands.choices
+        self.stream = TokenStream(most, 0, step_tokens, is_whole=not request.stream)
         self.granted: Granted | None = None
         self.granted_ns: Nanos = 0
         self.stopped: Stopped | None = None
