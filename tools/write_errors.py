@@ -31,7 +31,8 @@ SHAPES = (
         "the event `done`, with the same `error`",
     ),
     (
-        "OpenAI ([chat](openai-chat.md), [completions](openai-completions.md), [models](models.md))",
+        "OpenAI ([chat](openai-chat.md), [completions](openai-completions.md), [embeddings](embeddings.md),"
+        " [models](models.md))",
         "`error`: `message`, `type`, `param`, `code`, and the members",
         "the same, with the record as the member `generation`",
         "one event with `error`, then `[DONE]`",

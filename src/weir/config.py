@@ -145,6 +145,7 @@ class EngineConfig:
     api_key_file: str | None = None  # a file with the bearer key of the engine behind `--engine URL`; read at start
     vllm_python: str | None = None  # the interpreter that has vLLM: its packages are not ours; None: this one
     external: bool = False  # `--engine URL` is outside the platform: only tenants with external_allowed
+    embeddings: bool = False  # `--engine URL` or `simulated` makes vectors, and no text
 
 
 @dataclass(frozen=True, slots=True)

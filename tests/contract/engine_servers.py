@@ -323,7 +323,7 @@ class ScriptedServer:
             writer.close()
 
     async def _answer(self, path: bytes, wire: Wire, body: dict[str, Any]) -> None:
-        if path.endswith(b"/completions"):
+        if path.endswith((b"/completions", b"/embeddings")):
             self.generating += 1
             try:
                 await self.script(wire, body)

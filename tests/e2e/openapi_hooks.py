@@ -10,6 +10,7 @@ from typing import Any
 
 import schemathesis
 from schemathesis import Case, HookContext
+from tests.e2e.openapi_aliases import ALIAS, VECTORS
 from tests.e2e.openapi_closing import close_answers
 
 from weir.api.generations import ALIAS_CHARS_MAX, OUTPUT_TOKENS_MAX, is_request_id
@@ -17,14 +18,13 @@ from weir.api.openai.functions import NAME_PATTERN
 from weir.core.demands import CHOICES_MAX
 from weir.core.request import DEADLINE_MS_MAX
 
-ALIAS = "assistant"
 OUTPUT_TOKENS = 4
 DEADLINE_MS = 600_000
 ALIAS_FIELDS = ("model_alias", "model")
 CHOICE_FIELDS = ("n", "best_of")
 """The simulated engine makes one choice, and the two must be the same, which a schema cannot say."""
 OURS = "req-"
-MESSAGES, MODELS = "/v1/messages", "/v1/models"
+MESSAGES, MODELS, EMBEDDINGS = "/v1/messages", "/v1/models", "/v1/embeddings"
 PAGING, VERSION = ("limit", "after_id", "before_id"), "anthropic-version"
 BOUND_FIELDS = ("max_output_tokens", "max_tokens", "max_completion_tokens")
 
@@ -50,7 +50,7 @@ def before_call(_: HookContext, case: Case[Any], __: dict[str, Any]) -> None:
     """Let what is right in a request be served, and soon."""
     body: Any = _whole_as_whole(case.body)
     if isinstance(body, dict):
-        _make_servable(body)
+        _make_servable(body, VECTORS if case.operation.path == EMBEDDINGS else ALIAS)
         if case.operation.path.startswith(MESSAGES):
             _make_conversation(body.get("messages"))
         case.body = body
@@ -64,10 +64,10 @@ def before_call(_: HookContext, case: Case[Any], __: dict[str, Any]) -> None:
         headers["Idempotency-Key"] = _unused(given)
 
 
-def _make_servable(body: dict[str, Any]) -> None:
+def _make_servable(body: dict[str, Any], alias: str) -> None:
     for name in ALIAS_FIELDS:
         if isinstance(body.get(name), str) and 1 <= len(body[name]) <= ALIAS_CHARS_MAX:
-            body[name] = ALIAS
+            body[name] = alias
     for name in BOUND_FIELDS:
         if _is_whole(body.get(name), OUTPUT_TOKENS_MAX):
             body[name] = min(body[name], OUTPUT_TOKENS)

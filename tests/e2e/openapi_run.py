@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.e2e.conftest import checked_cell
+from tests.e2e.http_client import exchange, wait_until
+from tests.e2e.openapi_aliases import VECTORS
+from tests.e2e.rollout_stage import Rollouts, rollouts_of
 from tests.e2e.running_cell import RunningCell, running_cell
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +49,17 @@ phases.coverage.enabled = false
 def documented_cell(folder: Path) -> Iterator[RunningCell]:
     """A cell on which no generated request takes long; its log must show no fault at the end."""
     with running_cell(folder / "state", config=CELL) as cell, checked_cell(cell):
+        _serve_vectors(rollouts_of(cell))
         yield cell
+
+
+def _serve_vectors(stage: Rollouts) -> None:
+    """An alias of a model that embeds, beside the one that makes text."""
+    revision = stage.approved("vectors", arguments={"embeddings": True})
+    stage.admin.done("POST", "/pools", {"name": VECTORS, "revision": revision, "concurrency": 4})
+    stage.admin.done("PUT", f"/aliases/{VECTORS}", {"revision": revision})
+    asked, key = {"model": VECTORS, "input": "a river"}, stage.cell.key()
+    wait_until(lambda: exchange(stage.cell.api, "POST", "/v1/embeddings", key=key, body=asked).status == 200)
 
 
 def run_schemathesis(cell: RunningCell, folder: Path, *, examples: int, seed: int, bound_s: float) -> str:

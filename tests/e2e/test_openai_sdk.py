@@ -144,8 +144,15 @@ def test_an_unknown_model_and_an_unknown_path_are_not_found(client: openai.OpenA
     with pytest.raises(openai.NotFoundError) as model:
         client.chat.completions.create(model="absent", messages=MESSAGES)
     with pytest.raises(openai.NotFoundError) as path:
-        client.embeddings.create(model="assistant", input="x")
+        client.moderations.create(model="assistant", input="x")
     assert (model.value.code, path.value.code) == ("unknown_alias", "not_found")
+
+
+def test_a_model_that_makes_text_does_not_embed(client: openai.OpenAI) -> None:
+    """Protects indexes: the wrong alias is refused by its name instead of giving vectors that mean nothing."""
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.embeddings.create(model="assistant", input="x")
+    assert (refused.value.code, refused.value.param) == ("unsupported_field", "model")
 
 
 def test_a_limit_is_a_rate_limit_error_with_a_time_to_wait(client: openai.OpenAI, account: Account) -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weir.core.output import Delta, ShapedDelta, ToolCallPart, text_of
+from weir.core.output import Delta, ShapedDelta, ToolCallPart, Vectors, text_of
 from weir.core.stream import TokenStream
 
 WORDS = st.sampled_from([" a", "", " übrig", "水", " water"])
@@ -112,6 +112,15 @@ def test_a_whole_answer_is_held_until_it_is_drained() -> None:
     assert stream.arrive([Delta("a", 1), Delta("é", 2)], 1) == []
     assert stream.held_bytes == 3 and stream.delivered == 0
     assert text_of(stream.drain()) == "aé" and stream.held_bytes == 0
+
+
+def test_a_whole_answer_keeps_what_has_no_tokens() -> None:
+    """Protects vectors and other pieces that no token counts: a step of 0 that becomes durable lets nothing out on its own."""
+    vectors = Vectors("", vectors=(b"abcd", b"efgh"))
+    stream = TokenStream(1, 0, is_whole=True)
+    assert stream.arrive([vectors], 1) == [] == stream.book(0)
+    assert stream.is_held and stream.held_bytes == 8 and stream.first_ns == 1
+    assert stream.drain() == [vectors] and stream.arrived == stream.delivered == 0
 
 
 def test_times() -> None:

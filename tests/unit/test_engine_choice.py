@@ -48,6 +48,25 @@ def test_a_url_with_more_than_a_base_is_refused(rest: str) -> None:
     assert "zebra" not in refused.value.detail + repr(refused.value.members)
 
 
+def test_the_packaged_models_do_not_embed() -> None:
+    """Protects operators from a setting without effect: what embeds is a simulated engine, or one behind a URL."""
+    with pytest.raises(errors.InvalidRequest, match=r"engine\.embeddings"):
+        check_engine_names(["llamacpp"], EngineConfig(embeddings=True))
+    for engine in ("simulated", "http://engine"):
+        check_engine_names([engine], EngineConfig(embeddings=True))
+
+
+async def test_what_embeds_is_another_revision() -> None:
+    """Protects indexes and ids: a model that is declared to embed says so, and all others keep their ids."""
+    engine = OpenAICompatibleEngine()
+    text, vectors = [
+        (await declare_models(["simulated"], WeirConfig(engine=EngineConfig(embeddings=embeds)), _parts(engine))).revisions[0]
+        for embeds in (False, True)
+    ]
+    assert (text.embeds, text.chat, text.id) == (False, True, "simulated@7ea0e978")
+    assert (vectors.embeds, vectors.chat) == (True, False) and vectors.id != text.id
+
+
 @pytest.mark.parametrize(
     ("key", "config"),
     [("engine.api_key_file", EngineConfig(api_key_file="key")), ("engine.external", EngineConfig(external=True))],

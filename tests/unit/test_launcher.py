@@ -20,6 +20,7 @@ from weir.engines.http_exchange import HttpRequest
 from weir.engines.launcher import LocalLauncher, LocalProcess
 from weir.engines.llamacpp_child import ChildSpec
 from weir.engines.packaged_models import smollm2_path
+from weir.engines.simulated_api import ServerSpec
 from weir.engines.simulated_faults import Faults
 from weir.errors import EngineError
 
@@ -74,10 +75,25 @@ async def test_a_replica_starts_and_stops(kind: str) -> None:
     await process.stop(0)
 
 
-@pytest.mark.parametrize(("engine", "spec"), [(EngineKind.LLAMACPP, ChildSpec), (EngineKind.SIMULATED, Faults)])
-def test_arguments_are_what_the_engines_are_told(engine: EngineKind, spec: type[msgspec.Struct]) -> None:
+@pytest.mark.parametrize(
+    ("engine", "specs"), [(EngineKind.LLAMACPP, [ChildSpec]), (EngineKind.SIMULATED, [Faults, ServerSpec])]
+)
+def test_arguments_are_what_the_engines_are_told(engine: EngineKind, specs: list[type[msgspec.Struct]]) -> None:
     """Protects what was approved: each argument that a registration may give is a field of what the process is told."""
-    assert ACCEPTED[engine].keys() <= set(spec.__struct_fields__)
+    assert ACCEPTED[engine].keys() <= {name for spec in specs for name in spec.__struct_fields__}
+
+
+@pytest.mark.parametrize("embeds", [True, False])
+async def test_a_simulated_engine_that_embeds(embeds: bool) -> None:
+    """Protects what was approved: a replica of a revision that embeds makes vectors and no text, any other only text."""
+    process = await _launch(replace(SIMULATED, arguments=(("embeddings", True), ("slowdown", 2)) if embeds else ()))
+    client, statuses = HttpClient(), []
+    for path, body in (("/v1/embeddings", b'{"input":"a"}'), ("/v1/completions", b'{"prompt":"a","max_tokens":1}')):
+        request = HttpRequest("POST", process.url, path, body, process.api_key)
+        statuses.append((await client.request(request, timeout_ms=WAIT_S * 1_000)).status)
+    await client.aclose()
+    await process.stop(10_000)
+    assert statuses == ([200, 400] if embeds else [400, 200])
 
 
 async def test_an_argument_of_a_simulated_engine() -> None:

@@ -24,7 +24,7 @@ OPERATIONS: list[tuple[str, Json]] = [
 ]
 BY_NAME = pytest.mark.parametrize(("name", "operation"), OPERATIONS, ids=[name for name, _ in OPERATIONS])
 NUMBERS = ("integer", "number")
-COMPATIBLE = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+COMPATIBLE = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages")
 UNBOUNDED = {
     "ChatMessage.content",
     "MessageCountRequest.system",

@@ -9,8 +9,8 @@ import pytest
 
 from weir import errors
 from weir.clock import SystemClock
-from weir.core.demands import NO_DEMANDS, Demands
-from weir.core.metering import InputBasis, Price
+from weir.core.demands import NO_DEMANDS, Demands, Embedding
+from weir.core.metering import TEMPLATE_TOKENS, TEMPLATE_TOKENS_PER_TURN, InputBasis, Price
 from weir.core.registry.model import Alias, Canary, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
 from weir.core.request import InferenceRequest, Message
@@ -23,6 +23,8 @@ from weir.messages import FleetView, ReplicaAddress
 
 CHAT = Revision("chat@1", EngineKind.SIMULATED, "demo", 1_000, 500, 64, Price(1, 1, 1, 1))
 BASE = replace(CHAT, id="base@1", chat=False)
+VECTORS = replace(CHAT, id="vectors@1", arguments=(("embeddings", True),))
+LLAMA = replace(VECTORS, id="llama@1", engine=EngineKind.LLAMACPP)
 REPLICA = ReplicaAddress("r1", "chat", CHAT.id, EngineKind.SIMULATED, "", CHAT.id, 1_000, True, cache_salt=True)
 
 
@@ -33,19 +35,21 @@ def _principal(tenant: str) -> Principal:
 def _planner(*, ready: int = 1, salt_key: bytes = b"salt key", engine: SimulatedEngine | None = None) -> Planner:
     inbox = Inbox(SystemClock())
     tenants = {name: Tenant(name) for name in ("acme", "globex")}
-    aliases = {"chat": Alias("chat", CHAT.id, 100), "base": Alias("base", BASE.id, 100)}
+    revisions = {"chat": CHAT, "base": BASE, "vectors": VECTORS, "llama": LLAMA}
+    aliases = {name: Alias(name, revision.id, 100) for name, revision in revisions.items()}
     inbox.deliver(
         Snapshot(
             version=1,
             tenants=tenants,
             applications={(name, "app"): Application(name, "app") for name in tenants},
             aliases=aliases,
-            revisions={CHAT.id: CHAT, BASE.id: BASE},
-            pools={"chat": Pool("chat", CHAT.id, 1, 1)},
+            revisions={revision.id: revision for revision in revisions.values()},
+            pools={"chat": Pool("chat", CHAT.id, 1, 1), "vectors": Pool("vectors", VECTORS.id, 1, 1)},
         )
     )
-    both = REPLICA, msgspec.structs.replace(REPLICA, revision=BASE.id)
-    inbox.deliver(FleetView(both * ready))
+    base = msgspec.structs.replace(REPLICA, revision=BASE.id)
+    vectors = msgspec.structs.replace(REPLICA, revision=VECTORS.id, pool="vectors")
+    inbox.deliver(FleetView((REPLICA, base, vectors) * ready))
     asked = engine or SimulatedEngine()
     return Planner(inbox, lambda kind: asked, b"digest key", salt_key)
 
@@ -342,3 +346,65 @@ async def test_counts_leave_room_for_those_of_requests() -> None:
     assert engine.most == COUNTS_AT_ONCE
     engine.let.set()
     assert (await planner.count(_principal("acme"), request, "req-1"))[1] is InputBasis.EXACT
+
+
+# ── embeddings ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _texts(alias: str, *texts: str, dimensions: int | None = None) -> InferenceRequest:
+    return InferenceRequest(alias, "", demands=Demands(embedding=Embedding(texts, dimensions)), is_plain=True)
+
+
+@pytest.mark.parametrize(
+    ("request_", "accepted"),
+    [
+        (InferenceRequest("vectors", "a prompt"), "an alias of a model that makes text"),
+        (InferenceRequest("vectors", (Message("user", "a"),)), "an alias of a model that makes text"),
+        (_texts("chat", "a"), "an alias of a model that makes embeddings"),
+        (_texts("base", "a", "b"), "an alias of a model that makes embeddings"),
+    ],
+)
+async def test_a_model_makes_text_or_embeddings(request_: InferenceRequest, accepted: str) -> None:
+    """Protects callers with the wrong alias: refused before anything is held, by the name of what is wrong."""
+    with pytest.raises(errors.UnsupportedField) as refused:
+        await _planner().plan(_principal("acme"), request_, "req-1")
+    assert refused.value.members == {"field": "model_alias", "accepted": accepted}
+
+
+async def test_dimensions_where_the_engine_knows_none() -> None:
+    """Protects callers: llama.cpp would answer with vectors of its own size."""
+    with pytest.raises(errors.UnsupportedField) as refused:
+        await _planner().plan(_principal("acme"), _texts("llama", "a", dimensions=8), "req-1")
+    assert refused.value.members["field"] == "dimensions"
+    assert (await _planner().plan(_principal("acme"), _texts("llama", "a"), "req-1")).max_output_tokens == 1
+    assert (await _planner().plan(_principal("acme"), _texts("vectors", "a", dimensions=8), "req-1")).max_output_tokens == 1
+
+
+async def test_one_text_is_counted_and_several_are_bounded() -> None:
+    """Protects holds: exact where one count says it, else above all that a tokenizer may make of the texts."""
+    planner = _planner()
+    one = await planner.plan(_principal("acme"), _texts("vectors", "é" * 20), "req-1")
+    many = await planner.plan(_principal("acme"), _texts("vectors", "é" * 20, "b"), "req-1")
+    assert (one.input_tokens, one.input_basis, one.max_output_tokens) == (10, InputBasis.EXACT, 1)
+    assert (many.input_basis, many.max_output_tokens) == (InputBasis.UPPER_BOUND, 1)
+    assert many.request.prompt_bytes == 41 < many.input_tokens == 41 + TEMPLATE_TOKENS + 2 * TEMPLATE_TOKENS_PER_TURN
+
+
+async def test_a_text_may_fill_the_window_and_no_more() -> None:
+    """Protects callers: nothing is generated behind a text, so it has the whole window; beyond, it is refused."""
+    planner = _planner()
+    assert (await planner.plan(_principal("acme"), _texts("vectors", "a" * 4_000), "req-1")).input_tokens == 1_000
+    with pytest.raises(errors.InputTooLong) as refused:
+        await planner.plan(_principal("acme"), _texts("vectors", "a" * 4_001), "req-1")
+    assert refused.value.members == {"input_tokens": 1_001, "limit": 1_000}
+    assert (await planner.plan(_principal("acme"), _texts("vectors", "a" * 4_001, "b"), "req-1")).input_tokens > 1_000
+
+
+async def test_texts_and_dimensions_are_in_the_digest() -> None:
+    """Protects idempotency: other texts, another order or size under the same key are another body. No prefix is told."""
+    planner = _planner(ready=2)
+    same = _texts("vectors", "a", "b")
+    requests = [same, _texts("vectors", "b", "a"), _texts("vectors", "ab"), _texts("vectors", "a", "b", dimensions=8)]
+    plans = [await planner.plan(_principal("acme"), request, "req-1") for request in requests]
+    assert len({planner.digest(plan) for plan in plans}) == 4
+    assert {planner.prefix(plan) for plan in plans} == {()}

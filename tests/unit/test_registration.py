@@ -235,6 +235,34 @@ async def test_vllm_loads_a_whole_folder(counter: Counter, tmp_path: Path) -> No
     assert (revision.artifact, revision.adapter_of, revision.arguments) == (".", model.id, model.arguments)
 
 
+@pytest.mark.parametrize("engine", EngineKind)
+def test_every_engine_may_embed(engine: EngineKind) -> None:
+    """Protects the one way to say it: a switch of the same name for engines of every kind."""
+    assert checked_arguments(engine, {"embeddings": True}) == (("embeddings", True),)
+    with pytest.raises(errors.InvalidRequest, match="true or false"):
+        checked_arguments(engine, {"embeddings": "yes"})
+
+
+@pytest.mark.parametrize(
+    "given", [{"pooling": "mean"}, {"embeddings": False, "pooling": "cls"}, {"embeddings": True, "batch_tokens": 64}]
+)
+def test_arguments_that_do_not_fit_embedding(given: dict[str, Any]) -> None:
+    """Protects whoever registers from an argument without effect."""
+    with pytest.raises(errors.InvalidRequest, match=r"is taken only with(out)? arguments\.embeddings true"):
+        checked_arguments(EngineKind.LLAMACPP, given)
+    assert checked_arguments(EngineKind.LLAMACPP, {"pooling": "mean", "embeddings": True})
+
+
+async def test_a_model_that_embeds_is_not_asked_questions(counter: Counter) -> None:
+    """Protects rollouts from an evaluation that nothing could pass."""
+    simulated: dict[str, Any] = {"engine": EngineKind.SIMULATED, "folder": None, "signature": None, "artifact": "demo"}
+    asked = counter.asked(**simulated, arguments={"embeddings": True}, evaluation=None)
+    revision, _ = await counter.registration.register("ada", asked)
+    assert revision.embeds
+    with pytest.raises(errors.InvalidRequest, match="makes embeddings"):
+        await counter.registration.register("ada", replace(asked, evaluation=CASES))
+
+
 def test_arguments_have_one_order() -> None:
     """Protects ids: the same arguments in another order are the same revision."""
     given = {"threads": 2, "batch_tokens": 64}

@@ -176,6 +176,13 @@ async def test_what_takes_less_is_not_rolled_out(desk: RegistryDesk, changes: di
     assert refused.value.members["missing"] == [missing]
 
 
+async def test_embeddings_are_not_rolled_out(desk: RegistryDesk) -> None:
+    """Protects indexes: callers are not split between models whose vectors cannot be compared."""
+    await desk.put(replace(NEXT, id="vectors@1", arguments=(("embeddings", True),)))
+    with pytest.raises(errors.NotAllowedNow, match="cannot be compared"):
+        await desk.rollouts.propose("ada", "assistant", "vectors@1", PLAN)
+
+
 async def test_conversations_are_not_rolled_out_to_a_base_model(desk: RegistryDesk) -> None:
     """Protects callers: what a revision refuses at the door is in no evidence, so nothing would stop this one."""
     await desk.put(replace(NEXT, id="base@1", chat=False))

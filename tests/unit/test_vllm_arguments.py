@@ -53,6 +53,14 @@ def test_arguments_are_options_of_their_names() -> None:
     assert not [name for name in ACCEPTED[EngineKind.VLLM] if "trust" in name or "code" in name]
 
 
+def test_a_model_that_embeds() -> None:
+    """Protects tenants and embeddings: the pooling runner, and no cache that a version without salts would share."""
+    given = (("dtype", "float16"), ("embeddings", True))
+    command = command_line(msgspec.structs.replace(SPEC, arguments=given), 1)
+    assert command[-5:] == ["--dtype", "float16", "--runner", "pooling", "--no-enable-prefix-caching"]
+    assert command_line(msgspec.structs.replace(SPEC, arguments=(("embeddings", False),)), 1) == command_line(SPEC, 1)
+
+
 @pytest.mark.parametrize(("rank", "most"), [(1, "1"), (2, "8"), (8, "8"), (9, "16"), (512, "512"), (513, "513")])
 def test_an_adapter_is_loaded_at_the_start(rank: int, most: str) -> None:
     """Protects tenants: one adapter, by the name it is called by, from its folder, with a rank that vLLM takes."""

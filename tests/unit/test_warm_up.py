@@ -11,6 +11,7 @@ from weir import errors
 from weir.control.warm_up import LONG_TOKENS_MAX, OUTPUT_TOKENS, WarmUp
 from weir.core.demands import NO_DEMANDS, Demands
 from weir.core.endings import FinishReason
+from weir.core.output import Vectors
 from weir.core.registry.model import EngineKind
 from weir.core.request import Message
 from weir.engines.simulated import SimulatedEngine, SimulatedReplica
@@ -92,9 +93,9 @@ def _address(context_tokens: Tokens = 32_768) -> ReplicaAddress:
     return ReplicaAddress("r", "p", "v", EngineKind.SIMULATED, "", "m", context_tokens)
 
 
-def _measure(engine: Engine, *, context_tokens: Tokens = 32_768, chat: bool = True) -> ReplicaPace:
+def _measure(engine: Engine, *, context_tokens: Tokens = 32_768, chat: bool = True, embeds: bool = False) -> ReplicaPace:
     async def main() -> ReplicaPace:
-        return await WarmUp(engine, VirtualClock(_loop()), _address(context_tokens), chat).measure()
+        return await WarmUp(engine, VirtualClock(_loop()), _address(context_tokens), chat, embeds).measure()
 
     return run(main(), until_ms=600_000)
 
@@ -120,6 +121,24 @@ def test_the_pace_is_that_of_the_replicas_row(row: str) -> None:
     assert token_ms / 2 < pace.output_ms < 2 * token_ms
     assert long_ms / 2 < pace.first_ms + LONG_TOKENS_MAX * pace.input_ms < 2 * long_ms
     assert pace.first_ms > 0.001 and pace.input_ms > 0.001
+
+
+def test_a_model_that_embeds_embeds() -> None:
+    """Protects readiness and predictions: what makes no text is asked for vectors, and its pace is that of its row."""
+    engine = Listening(SimulatedEngine(SimulatedReplica(SLOW_ROW)))
+    pace = _measure(engine, embeds=True)
+    asked = [call.demands.embedding for call in engine.calls]
+    assert len(asked) == 3 and all(each is not None and len(each.texts) == 1 for each in asked)
+    assert {(call.prompt, call.chat, call.max_output_tokens) for call in engine.calls} == {("", False, 1)}
+    long_ms = step_time(SLOW_ROW).milliseconds(0, LONG_TOKENS_MAX, 0, LONG_TOKENS_MAX**2 / 2)
+    assert long_ms / 2 < pace.first_ms + LONG_TOKENS_MAX * pace.input_ms < 2 * long_ms
+
+
+def test_an_engine_that_reports_no_usage_of_embeddings_is_asked_for_a_count() -> None:
+    """Protects the pace: what is counted is the text that was embedded."""
+    engine = Spoken([Vectors("", vectors=(b"abcd",))], None, 30)
+    _measure(engine, embeds=True)
+    assert len(engine.counted_prompts) == 3 and all(isinstance(each, str) and each for each in engine.counted_prompts)
 
 
 @pytest.mark.parametrize("chat", [True, False])

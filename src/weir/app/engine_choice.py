@@ -22,7 +22,7 @@ from weir.control.bootstrap import DEMO_PRICE
 from weir.control.declared_models import DeclaredModels
 from weir.control.validation import NAME_PATTERN
 from weir.core.registry.arguments import Arguments
-from weir.core.registry.model import Alias, EngineKind, Pool, Revision
+from weir.core.registry.model import EMBEDDINGS, Alias, EngineKind, Pool, Revision
 from weir.engines.http_exchange import parse_origin
 from weir.engines.packaged_models import gemma_path, smollm2_path
 from weir.messages import ReplicaAddress
@@ -72,6 +72,8 @@ def check_engine_names(engines: list[str], config: EngineConfig) -> None:
     for key, is_set in of_urls.items():
         if is_set and not urls:
             raise _refused(key, "is set, but no --engine is a URL", "only with --engine URL")
+    if config.embeddings and engines == [LLAMACPP]:
+        raise _refused("engine.embeddings", "is set, but the packaged models make text", "only with --engine URL or simulated")
 
 
 def check_further_pools(engines: list[str], pools: Mapping[str, FurtherPoolConfig]) -> None:
@@ -126,7 +128,8 @@ async def declare_models(engines: list[str], config: WeirConfig, parts: Declarat
     """
     pool, further = config.pool, config.pools
     if engines == [SIMULATED]:
-        simulated = _Artifact("simulated", EngineKind.SIMULATED, "demo", "demo", 32_768, 64)
+        chat, arguments = _making(config.engine)
+        simulated = _Artifact("simulated", EngineKind.SIMULATED, "demo", "demo", 32_768, 64, chat, arguments=arguments)
         return _declared([_named(simulated, _ASSISTANT, pool)], further)
     if engines == [LLAMACPP]:
         parts.announce("reading SmolLM2-135M-Instruct")
@@ -232,7 +235,15 @@ async def _behind_url(
     probe = ReplicaAddress("probe", "probe", "probe", EngineKind.OPENAI, urls[0], "", window, api_key=read_api_key(config))
     found = await _probe_until_answered(probe, client, config.start_ms, announce)
     name = re.sub(r"[^a-z0-9._-]+", "-", found.model.lower()).strip("-") or "model"
-    return _Artifact(name[:64], EngineKind.OPENAI, found.model, found.model, found.context_tokens, 16)
+    chat, arguments = _making(config)
+    return _Artifact(
+        name[:64], EngineKind.OPENAI, found.model, found.model, found.context_tokens, 16, chat, arguments=arguments
+    )
+
+
+def _making(config: EngineConfig) -> tuple[bool, Arguments]:
+    """Whether the model takes conversations, and the arguments by which it makes what it does."""
+    return not config.embeddings, ((EMBEDDINGS, True),) if config.embeddings else ()
 
 
 async def _probe_until_answered(

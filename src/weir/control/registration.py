@@ -119,7 +119,7 @@ class Registration:
         draft = _draft(catalog, actor, asked)
         cases = None if asked.evaluation is None else asked.evaluation.encode()
         if cases is not None:
-            parse_golden_set(cases)
+            _check_evaluation(draft, cases)
         kept = await self._kept(catalog, asked)
         revision = replace(
             draft,
@@ -141,6 +141,14 @@ class Registration:
 
         inside = signature.relative_to(folder).as_posix() if signature.is_relative_to(folder) else None
         return await self._artifacts.keep(folder, bundle, trusted, inside)
+
+
+def _check_evaluation(draft: Revision, cases: bytes) -> None:
+    """Raises InvalidRequest for a set that cannot be read, or of a model that answers no question."""
+    if draft.embeds:
+        members = {"field": "evaluation", "accepted": "absent: this model makes embeddings"}
+        raise errors.InvalidRequest("An evaluation set asks for text, and this model makes embeddings.", members=members)
+    parse_golden_set(cases)
 
 
 def _role_of(asked: NewRevision) -> KeyRole:

@@ -197,7 +197,8 @@ class ReplicaUpkeep:
 
     async def _warm_up(self, kept: KeptPool, address: ReplicaAddress, bound_ms: Millis) -> ReplicaAddress:
         """The address with the replica's pace. Raises EngineFault when it does not generate within the bound."""
-        warm_up = WarmUp(self._engine_for(address.engine), self._clock, address, kept.revision.chat)
+        revision = kept.revision
+        warm_up = WarmUp(self._engine_for(address.engine), self._clock, address, revision.chat, revision.embeds)
         return msgspec.structs.replace(address, pace=await warm_up.measure(bound_ms))
 
     # ── while it serves ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -259,6 +259,11 @@ def _takes_as_long(pool: Pool, other: Pool) -> bool:
 
 def _check_takes_as_much(stable: Revision, canary: Revision) -> None:
     """Raises NotAllowedNow where callers would be refused at the door: that is in no evidence, and nothing would stop it."""
+    if stable.embeds or canary.embeds:
+        detail = (
+            "Vectors of two models cannot be compared, so no callers are split between them: give the new one another alias."
+        )
+        raise errors.NotAllowedNow(detail, members={"missing": ["embeddings"]})
     less = {
         "conversations": stable.chat and not canary.chat,
         f"a window of {stable.context_tokens} tokens": canary.context_tokens < stable.context_tokens,

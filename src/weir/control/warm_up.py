@@ -2,7 +2,7 @@
 
 Three generations of a few tokens each: a short prompt twice, for the first one also pays for what is loaded, compiled or
 connected once, and a long one. It takes no part in readiness: the supervisor decides what a pace, or a fault, means. Its
-prompts are always the same, its output is dropped.
+prompts are always the same, its output is dropped. A model that makes embeddings embeds them.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 
 from weir import errors
+from weir.core.demands import Demands, Embedding
 from weir.core.request import Message, Sampling
 from weir.messages import ReplicaAddress, ReplicaPace
 from weir.ports import Clock, Delta, Engine, EngineCall, EngineEnd
@@ -39,12 +40,13 @@ class _Timed:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """The warm-up of one replica that runs nothing else. chat: whether its model takes conversations."""
+    """The warm-up of one replica that runs nothing else. chat: its model takes conversations; embeds: it makes no text."""
 
     engine: Engine
     clock: Clock
     address: ReplicaAddress
     chat: bool
+    embeds: bool = False
 
     async def measure(self, bound_ms: Millis = WARM_UP_MS) -> ReplicaPace:
         """Generate, and how fast that went. Raises EngineFault, also after the bound."""
@@ -65,10 +67,10 @@ class WarmUp:
 
     async def _generate(self, text: str) -> _Timed:
         """One generation, timed. Raises EngineFault when it fails."""
-        prompt: str | tuple[Message, ...] = (Message("user", text),) if self.chat else text
         salt = f"warm-up-{self.clock.wall_ms()}-{self.clock.monotonic_ns()}"  # what an earlier warm-up left is not found
         watch = _Stopwatch(self.clock)
-        run = self.engine.start(EngineCall(self.address, 0, prompt, self.chat, OUTPUT_TOKENS, Sampling(), salt), watch)
+        call = self._call(text, salt)
+        run = self.engine.start(call, watch)
         try:
             end = await watch.wait_end()
         finally:
@@ -78,8 +80,14 @@ class WarmUp:
         await run.stopped()
         if end.usage is not None:
             return watch.read(end.usage.input_tokens - end.usage.cached_input_tokens)
-        counted = await self.engine.count_input(self.address, prompt, self.chat)
+        counted = await self.engine.count_input(self.address, call.prompt or text, call.chat)
         return watch.read(counted or ceil_div(len(text.encode()), _BYTES_PER_TOKEN))
+
+    def _call(self, text: str, salt: str) -> EngineCall:
+        if self.embeds:
+            return EngineCall(self.address, 0, "", False, 1, Sampling(), salt, Demands(embedding=Embedding((text,))))
+        prompt: str | tuple[Message, ...] = (Message("user", text),) if self.chat else text
+        return EngineCall(self.address, 0, prompt, self.chat, OUTPUT_TOKENS, Sampling(), salt)
 
 
 def _pace_of(short: _Timed, long: _Timed) -> ReplicaPace:

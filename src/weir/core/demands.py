@@ -1,4 +1,4 @@
-"""What a caller demands of an engine beyond one text: tools, a form of the output, several choices, log probabilities.
+"""What a caller demands of an engine beyond one text: tools, a form of the output, several choices, log probabilities, vectors.
 
 Schemas stay JSON text: the platform passes them on and reads nothing in them. What an engine cannot do is refused by name
 (`core/registry/abilities.py`), never dropped silently.
@@ -9,6 +9,9 @@ from enum import StrEnum
 
 CHOICES_MAX = 16
 TOP_LOGPROBS_MAX = 20
+TEXTS_MAX = 256
+DIMENSIONS_MAX = 8_192
+"""Of a vector; what models make today has at most half as many."""
 
 
 class ToolMode(StrEnum):
@@ -71,8 +74,24 @@ class OutputForm:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedding:
+    """A vector for each text, 1 … TEXTS_MAX of them. dimensions: of each vector; None: as many as the model makes."""
+
+    texts: tuple[str, ...]
+    dimensions: int | None = None
+
+    @property
+    def bytes(self) -> int:
+        """UTF-8 bytes of all texts."""
+        return sum(len(text.encode()) for text in self.texts)
+
+
+@dataclass(frozen=True, slots=True)
 class Demands:
-    """choices ≥ 1. top_logprobs: alternatives to each token that are reported with it; None: no log probabilities at all."""
+    """choices ≥ 1. top_logprobs: alternatives to each token that are reported with it; None: no log probabilities at all.
+
+    embedding: vectors instead of text, and then nothing else.
+    """
 
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice | None = None
@@ -80,10 +99,13 @@ class Demands:
     form: OutputForm | None = None
     choices: int = 1
     top_logprobs: int | None = None
+    embedding: Embedding | None = None
 
     @property
     def bytes(self) -> int:
-        """UTF-8 bytes that engines may put into the prompt for them."""
+        """UTF-8 bytes that engines may put into the prompt for them, or that are to be embedded."""
+        if self.embedding is not None:
+            return self.embedding.bytes
         schema = self.form.schema if self.form is not None else None
         return sum(tool.bytes for tool in self.tools) + (len(schema.encode()) if schema else 0)
 

@@ -2,18 +2,23 @@
 
 Nearly all pieces are text of the only choice: a `Delta`. What else there is comes as a `ShapedDelta`: another choice,
 reasoning, parts of a tool call, log probabilities, the end of one of several choices. `replies` puts a whole answer together.
+Where embeddings were asked for, the only piece is `Vectors`.
 """
 
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from weir.core.demands import ToolCall
+from weir.core.demands import DIMENSIONS_MAX, ToolCall
 from weir.core.endings import FinishReason
 from weir.units import Bytes, Tokens
 
 _LOGPROB_BYTES: Bytes = 64
 """What one reported probability occupies here, about."""
+
+NUMBER_BYTES: Bytes = 4
+VECTOR_BYTES_MAX: Bytes = NUMBER_BYTES * DIMENSIONS_MAX
 
 
 @dataclass(slots=True)
@@ -80,6 +85,33 @@ _WEIGHTIEST_LAST = (FinishReason.STOP, FinishReason.TOOL_CALLS, FinishReason.LEN
 def end_of_all(ends: Iterable[FinishReason]) -> FinishReason:
     """How a reply of several choices ended: the reason that a caller must know of first; a stop where none is told."""
     return max(ends, key=_WEIGHTIEST_LAST.index, default=FinishReason.STOP)
+
+
+@dataclass(slots=True)
+class Vectors(Delta):
+    """All embeddings of an answer, in the order of their texts, each as little-endian float32."""
+
+    vectors: tuple[bytes, ...] = ()
+
+    @property
+    def extra_bytes(self) -> Bytes:  # type: ignore[override]
+        """What it occupies."""
+        return sum(len(vector) for vector in self.vectors)
+
+
+def vector_of(numbers: Sequence[float]) -> bytes:
+    """Numbers as little-endian float32. Raises OverflowError for one that is too large."""
+    return struct.pack(f"<{len(numbers)}f", *numbers)
+
+
+def numbers_of(vector: bytes) -> tuple[float, ...]:
+    """The numbers of a vector, exactly."""
+    return struct.unpack(f"<{len(vector) // NUMBER_BYTES}f", vector)
+
+
+def vectors_of(pieces: Sequence[Delta]) -> tuple[bytes, ...]:
+    """The embeddings of a whole answer."""
+    return tuple(vector for piece in pieces if isinstance(piece, Vectors) for vector in piece.vectors)
 
 
 def text_of(pieces: Sequence[Delta]) -> str:

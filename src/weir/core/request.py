@@ -76,7 +76,7 @@ class InferenceRequest:
     """A parsed and checked request, the same for every surface.
 
     prompt: one string (a plain prompt for base models, one user message for chat models) or a conversation. is_plain: a string
-    that a chat model completes too, without its chat template.
+    that a chat model completes too, without its chat template. Texts to embed are in the demands, beside an empty plain prompt.
     max_output_tokens: int ≥ 1 or None for the alias's default. deadline_ms: 1–3,600,000 or None for the class's default.
     request_id: the caller's idempotency key, or None.
     """
@@ -101,7 +101,12 @@ class InferenceRequest:
 
     @property
     def turns(self) -> int:
-        """Number of messages; a plain prompt counts as one, and tools as some: a template writes much around them."""
+        """Number of messages; a plain prompt counts as one, and tools as some: a template writes much around them.
+
+        Of what is embedded, the number of texts: a model puts a few tokens around each.
+        """
+        if self.demands.embedding is not None:
+            return len(self.demands.embedding.texts)
         tools = len(self.demands.tools)
         written = _TURNS_OF_TOOLS + _TURNS_PER_TOOL * tools if tools else 0
         return written + (1 if isinstance(self.prompt, str) else len(self.prompt))

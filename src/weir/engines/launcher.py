@@ -22,7 +22,7 @@ import msgspec
 
 import weir
 from weir import errors
-from weir.core.registry.model import FROM_ARTIFACTS, EngineKind, Pool, Revision
+from weir.core.registry.model import EMBEDDINGS, FROM_ARTIFACTS, EngineKind, Pool, Revision
 from weir.engines.llamacpp_child import ChildSpec
 from weir.engines.simulated_api import ServerSpec
 from weir.engines.simulated_faults import Faults
@@ -245,7 +245,8 @@ class LocalLauncher:
                     context_tokens=revision.context_tokens,
                     concurrency=pool.concurrency,
                     api_key=api_key,
-                    faults=msgspec.convert(dict(revision.arguments), Faults),
+                    faults=msgspec.convert({name: value for name, value in revision.arguments if name != EMBEDDINGS}, Faults),
+                    embeddings=revision.embeds,
                 )
             case EngineKind.VLLM:
                 return "weir.engines.vllm_child", VllmSpec(

@@ -17,7 +17,9 @@ from weir import errors
 from weir.core.demands import NO_DEMANDS, Demands, ToolChoice, ToolMode
 from weir.core.request import Message
 from weir.engines.http_client import HttpClient
+from weir.engines.llamacpp_embeddings import refused_texts, wait_texts_done
 from weir.engines.openai_compatible import PROBE_MS, ControlCalls, json_object, whole_number
+from weir.engines.openai_embeddings import EmbeddingRun, embedding_request
 from weir.engines.openai_fields import messages_of, tool_fields
 from weir.engines.openai_stream import FIRST_OUTPUT_MS, IDLE_MS, RefusedRun, StreamedRun, generation_request
 from weir.messages import ReplicaAddress
@@ -51,7 +53,11 @@ class LlamaCppEngine:
         self._stop_ms = stop_ms
 
     def start(self, call: EngineCall, sink: EngineSink) -> EngineRun:
-        """Begin a streamed generation in the slot that is the call's lane."""
+        """Begin a streamed generation in the slot that is the call's lane, or embeddings in any slots."""
+        if (embedding := call.demands.embedding) is not None:
+            done = partial(wait_texts_done, partial(self.slots, call.replica), len(embedding.texts), self._first_output_ms)
+            vectors = EmbeddingRun(sink, embedding, self._first_output_ms, lambda _: done(), refused_texts)
+            return vectors.begin(self._client, embedding_request(call, embedding, {}))
         if call.demands.tools and not call.replica.takes_tools:
             return RefusedRun(sink, errors.EngineRejected("The model's chat template takes no tools."))
         extra = {"cache_prompt": False, "id_slot": call.lane, "timings_per_token": True, "n": 1}
@@ -124,12 +130,15 @@ class LlamaCppEngine:
 
     async def _slot(self, replica: ReplicaAddress, lane: int) -> dict[str, Any] | None:
         """A slot as /slots shows it, None when it does not answer sensibly. Raises ReplicaLost."""
+        return next((slot for slot in await self.slots(replica) or () if slot.get("id") == lane), None)
+
+    async def slots(self, replica: ReplicaAddress) -> list[dict[str, Any]] | None:
+        """All slots as /slots shows them, None when it does not answer sensibly. Raises ReplicaLost."""
         try:
             answer = await self._control.call(replica, "GET", "/slots")
-            slots = msgspec.json.decode(answer.body, type=list[dict[str, Any]]) if answer.status == 200 else []
+            return msgspec.json.decode(answer.body, type=list[dict[str, Any]]) if answer.status == 200 else None
         except (errors.Stalled, errors.EngineError, msgspec.MsgspecError, UnicodeDecodeError):
             return None
-        return next((slot for slot in slots if slot.get("id") == lane), None)
 
 
 def _takes_tools(capabilities: Any) -> bool:

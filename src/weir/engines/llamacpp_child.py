@@ -28,7 +28,8 @@ class ChildSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     else it is mapped, and shared by the processes that map it. adapters: paths of LoRA adapters in GGUF, all in force for every
     request. batch_tokens: a cancel is noticed between batches, and other slots decode between them. cache_type_k, cache_type_v:
     what the KV cache holds. flash_attention: None where the engine decides. chat_template: the model's own, or the one beside
-    this module that writes as SmolLM2's does and tells the model of tools too.
+    this module that writes as SmolLM2's does and tells the model of tools too. embeddings: it makes vectors, and no text.
+    pooling: how those of a text's tokens become one; None where the model says it.
     """
 
     model: str
@@ -45,6 +46,8 @@ class ChildSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_type_v: str = "f16"
     flash_attention: bool | None = None
     chat_template: Literal["model", "smollm2-tools"] = "model"
+    embeddings: bool = False
+    pooling: str | None = None
 
 
 def serve(spec: ChildSpec) -> Any:
@@ -80,7 +83,22 @@ def serve(spec: ChildSpec) -> Any:
         params.chat_template = resources.files("weir.engines").joinpath(_TEMPLATES[spec.chat_template]).read_text("utf-8")
     params.reasoning_format = xllamacpp.common_reasoning_format.COMMON_REASONING_FORMAT_NONE
     params.verbosity = _ERRORS_ONLY
+    if spec.embeddings:
+        _embed(params, spec)
     return xllamacpp.Server(params)
+
+
+def _embed(params: Any, spec: ChildSpec) -> None:
+    """Make vectors. What is pooled is what one batch computes, so no text may be cut, neither by the size of a batch nor to be
+    as long as the texts beside it, which is how slots with memories of their own are read together: they share one.
+    """
+    import xllamacpp
+
+    params.embedding = True
+    params.n_batch = params.n_ubatch = spec.context_tokens
+    params.kv_unified, params.kv_unified_per_slot = True, spec.context_tokens
+    if spec.pooling is not None:
+        params.pooling_type = xllamacpp.llama_pooling_type[f"LLAMA_POOLING_TYPE_{spec.pooling.upper()}"]
 
 
 def _exit_at_end_of_input() -> None:

@@ -19,6 +19,7 @@ from weir.core.registry.model import EngineKind
 from weir.core.request import Message
 from weir.engines.http_client import HttpClient
 from weir.engines.http_exchange import HttpRequest, HttpResponse
+from weir.engines.openai_embeddings import EmbeddingRun, embedding_request
 from weir.engines.openai_fields import messages_of, tool_fields
 from weir.engines.openai_stream import FIRST_OUTPUT_MS, IDLE_MS, StreamedRun, generation_request
 from weir.messages import ReplicaAddress
@@ -96,12 +97,15 @@ class OpenAICompatibleEngine:
         self._idle_ms = idle_ms
 
     def start(self, call: EngineCall, sink: EngineSink) -> EngineRun:
-        """Begin a streamed generation. The aborted connection is the confirmation of a cancel."""
+        """Begin a streamed generation, or embeddings. The aborted connection is the confirmation of a cancel."""
         extra: dict[str, Any] = {}
-        if call.replica.continuous_usage:
-            extra["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         if call.replica.cache_salt and call.cache_salt:
             extra["cache_salt"] = call.cache_salt
+        if (embedding := call.demands.embedding) is not None:
+            vectors = EmbeddingRun(sink, embedding, self._first_output_ms)
+            return vectors.begin(self._client, embedding_request(call, embedding, extra))
+        if call.replica.continuous_usage:
+            extra["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         if call.replica.cache_forbidden:
             extra["cache_prompt"] = False
         run = StreamedRun(sink, self._first_output_ms, self._idle_ms, choices=call.demands.choices)

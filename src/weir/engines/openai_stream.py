@@ -160,7 +160,7 @@ class StreamedRun:
             if self._status == 200:
                 self._finish()
             else:
-                self._fail(_refusal(self._status, self._refusal), runs=False)
+                self._fail(refusal_of(self._status, self._refusal), runs=False)
 
     def on_lost(self, fault: errors.EngineFault) -> None:
         """The connection is gone. A reply that is complete with its usage stays complete."""
@@ -235,8 +235,8 @@ class RefusedRun:
         """Returns at once: nothing runs."""
 
 
-def _refusal(status: int, body: bytes) -> errors.EngineFault:
-    """An answer that is no stream."""
+def refusal_of(status: int, body: bytes) -> errors.EngineFault:
+    """An answer that is not what was asked for, as the fault that it is."""
     try:
         content = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from weir.core.demands import NO_DEMANDS, Demands
+from weir.core.demands import NO_DEMANDS, Demands, Embedding
 from weir.core.request import Message
 from weir.engines.simulated_batch import SimulatedBatch, Step, StepOutcome
 from weir.engines.simulated_choices import ChoicesRun
+from weir.engines.simulated_embeddings import SimulatedEmbeddingRun, as_turns, text_tokens
 from weir.engines.simulated_faults import NO_FAULTS, Faults, is_marked
 from weir.engines.simulated_replies import demands_shape, shaped_replies
 from weir.engines.simulated_run import SequenceRun, SimulatedRun
@@ -134,7 +135,8 @@ class _Replica:
     def submit(self, run: SimulatedRun, call: EngineCall) -> None:
         """Queue a run; the first step begins after everything else that arrives at this instant."""
         prompt = prompt_with_tools(call.prompt, call.demands.tools) if call.demands.tools else call.prompt
-        keys = prompt_block_keys(prompt, call.chat) if self.spec.prefix_cache else ()
+        reuses = self.spec.prefix_cache and call.demands.embedding is None
+        keys = prompt_block_keys(prompt, call.chat) if reuses else ()
         for sequence in run.sequences():
             self._submit(sequence, call, keys)
         self._continue()
@@ -144,11 +146,17 @@ class _Replica:
         sequence_id = self._last_id
         self._runs[sequence_id] = run
         run.on_cancel = lambda: self.batch.cancel(sequence_id)
-        self.batch.submit(sequence_id, run.input_tokens, run.reply.tokens, keys, call.cache_salt or "")
-        if is_marked(call.prompt, self.faults.crash_marker):
+        embedding = call.demands.embedding
+        self.batch.submit(sequence_id, self._held_input(run, embedding), run.reply.tokens, keys, call.cache_salt or "")
+        prompt = call.prompt if embedding is None else as_turns(embedding)
+        if is_marked(prompt, self.faults.crash_marker):
             self._crashing.add(sequence_id)
-        if is_marked(call.prompt, self.faults.stall_marker):
+        if is_marked(prompt, self.faults.stall_marker):
             self._stalling[sequence_id] = self.faults.stall_after_tokens
+
+    def _held_input(self, run: SequenceRun, embedding: Embedding | None) -> Tokens:
+        """Many texts may be more than its blocks hold at once, and need not be held at once."""
+        return run.input_tokens if embedding is None else min(run.input_tokens, self.batch.kv_tokens - run.reply.tokens)
 
     def order(self, faults: Faults) -> None:
         """From now on these faults, and no others."""
@@ -276,20 +284,18 @@ class SimulatedEngine:
     def start(self, call: EngineCall, sink: EngineSink) -> EngineRun:
         """Begin a generation; a fault arrives as `on_end`."""
         replica = self._replica(call.replica.name)
-        spec = replica.spec
-        seed = spec.seed if call.sampling.seed is None else call.sampling.seed
-        input_tokens = count_input_tokens(call.prompt, call.chat, call.demands)
-        if demands_shape(call):
-            replies = shaped_replies(call, seed, spec.output_length(call))
-            run: SimulatedRun = ChoicesRun(sink, replies, input_tokens, self._bounds.stop_ms)
+        embedding = call.demands.embedding
+        if embedding is None:
+            run = self._generation(call, replica.spec, sink)
+            input_tokens, output_tokens = run.input_tokens, call.max_output_tokens
         else:
-            limits = ReplyBounds(spec.output_length(call), call.max_output_tokens, call.sampling.stop)
-            run = SimulatedRun(sink, script(call.prompt, seed, limits), input_tokens, self._bounds.stop_ms)
+            run = SimulatedEmbeddingRun(sink, embedding, self._bounds.stop_ms)
+            input_tokens, output_tokens = max(text_tokens(embedding)), 0
         loop = asyncio.get_running_loop()
         if replica.lost or self._closed:
             run.leave(lost=True)
             loop.call_soon(run.fail, ReplicaLost(reached=False))
-        elif input_tokens + call.max_output_tokens > self._context_tokens(call.replica):
+        elif input_tokens + output_tokens > self._context_tokens(call.replica):
             run.leave()
             members = {"input_tokens": input_tokens, "limit": self._context_tokens(call.replica)}
             loop.call_soon(run.fail, EngineRejected("Input and output do not fit the context window", members=members))
@@ -368,6 +374,15 @@ class SimulatedEngine:
         )
 
     # ── within ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _generation(self, call: EngineCall, spec: SimulatedReplica, sink: EngineSink) -> SimulatedRun:
+        seed = spec.seed if call.sampling.seed is None else call.sampling.seed
+        input_tokens = count_input_tokens(call.prompt, call.chat, call.demands)
+        if demands_shape(call):
+            replies = shaped_replies(call, seed, spec.output_length(call))
+            return ChoicesRun(sink, replies, input_tokens, self._bounds.stop_ms)
+        limits = ReplyBounds(spec.output_length(call), call.max_output_tokens, call.sampling.stop)
+        return SimulatedRun(sink, script(call.prompt, seed, limits), input_tokens, self._bounds.stop_ms)
 
     def _replica(self, name: str) -> _Replica:
         replica = self._live.get(name)

@@ -17,6 +17,7 @@ from weir.core.request import Sampling
 from weir.engines.simulated import SimulatedEngine, SimulatedReplica, count_input_tokens
 from weir.engines.simulated_blocks import BLOCK_TOKENS
 from weir.engines.simulated_bodies import Body
+from weir.engines.simulated_embedding_shapes import EmbeddingBody, whole_embeddings
 from weir.engines.simulated_faults import NO_FAULTS, FaultOrder, Faults
 from weir.engines.simulated_shapes import Refusal, Shape, StreamOptions, exposition
 from weir.engines.simulated_text import invented_token_ids
@@ -43,7 +44,7 @@ class ServerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     kv_tokens: what its KV blocks have room for, None for the row's. prefix_cache: whether it reuses what prompts of one salt
     begin with; only then it says that it is vLLM, which is what a client takes as the promise to keep salts apart.
-    start_ms: time until it listens. faults: in force from its start.
+    start_ms: time until it listens. faults: in force from its start. embeddings: its model makes vectors, and no text.
     """
 
     model: str = "demo"
@@ -59,6 +60,7 @@ class ServerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix_cache: bool = False
     start_ms: Annotated[Millis, msgspec.Meta(ge=0)] = 0
     faults: Faults = NO_FAULTS
+    embeddings: bool = False
 
     def replica(self, on_crash: Callable[[], None]) -> SimulatedReplica:
         """The replica behind it. Raises LookupError for an unknown row or preset, ValueError for a window beyond its blocks."""
@@ -137,6 +139,7 @@ class SimulatedApi:
             ("GET", "/v1/models"): self._models,
             ("POST", "/tokenize"): self._tokenize,
             ("PUT", "/faults"): self._order,
+            ("POST", "/v1/embeddings"): self._embed,
             ("POST", "/v1/completions"): lambda receive, send: self._generate(receive, send, chat=False),
             ("POST", "/v1/chat/completions"): lambda receive, send: self._generate(receive, send, chat=True),
         }
@@ -210,18 +213,39 @@ class SimulatedApi:
 
     async def _generate(self, receive: Receive, send: Send, *, chat: bool) -> None:
         body = await self._read(receive)
+        self._refuse_unless(makes="text")
         call = self._call(body, chat)
         self._serial += 1
         input_tokens = count_input_tokens(call.prompt, chat, call.demands)
         head = (self._serial, self._spec.model, self._clock.wall_ms() // 1_000)
         options = body.stream_options or StreamOptions() if body.stream else None
         shape = Shape(head, chat, input_tokens, options, choices=call.demands.choices)
+        await self._carry(
+            receive, call, lambda inbox: _stream(send, shape, inbox) if shape.streamed else _write_whole(send, shape, inbox)
+        )
+
+    async def _embed(self, receive: Receive, send: Send) -> None:
+        body = await _decoded(receive, EmbeddingBody)
+        self._check_model(body.model)
+        self._refuse_unless(makes="embeddings")
+
+        async def write(inbox: _Inbox) -> None:
+            await _write_vectors(send, body, self._spec.model, inbox)
+
+        await self._carry(receive, body.call(self._address), write)
+
+    def _refuse_unless(self, makes: str) -> None:
+        if self._spec.embeddings is not (makes == "embeddings"):
+            raise Refusal(400, "BadRequestError", f"The model does not make {makes}.", "model")
+
+    async def _carry(self, receive: Receive, call: EngineCall, write: Callable[[_Inbox], Awaitable[None]]) -> None:
+        """A call from its start to its answer, or until its client leaves."""
         inbox = _Inbox()
         run = self._engine.start(call, inbox)
         async with asyncio.TaskGroup() as group:
             watcher = group.create_task(_watch(receive, run, inbox))
             try:
-                await (_stream(send, shape, inbox) if shape.streamed else _write_whole(send, shape, inbox))
+                await write(inbox)
             except _ClientLeft:
                 return
             finally:
@@ -251,11 +275,13 @@ class SimulatedApi:
     async def _read(self, receive: Receive) -> Body:
         """The request's body. Raises Refusal for what is malformed, too large, or for another model."""
         body = await _decoded(receive, Body)
-        if body.model is None:
-            body.model = self._spec.model
-        if body.model != self._spec.model:
-            raise Refusal(404, "NotFoundError", "The model does not exist.", "model")
+        self._check_model(body.model)
         return body
+
+    def _check_model(self, model: str | None) -> None:
+        """Raises Refusal where another model is named."""
+        if model not in (None, self._spec.model):
+            raise Refusal(404, "NotFoundError", "The model does not exist.", "model")
 
 
 async def _stream(send: Send, shape: Shape, inbox: _Inbox) -> None:
@@ -277,6 +303,19 @@ async def _write_whole(send: Send, shape: Shape, inbox: _Inbox) -> None:
         pieces += deltas
     try:
         status, body = 200, shape.whole(pieces, end)
+    except Refusal as refusal:
+        status, body = refusal.status, msgspec.json.encode(refusal.body)
+    await _answer(send, status, _JSON, body)
+
+
+async def _write_vectors(send: Send, asked: EmbeddingBody, model: str, inbox: _Inbox) -> None:
+    pieces: list[Delta] = []
+    end: EngineEnd | None = None
+    while end is None:  # bounded: the vectors come in one piece
+        deltas, end = await inbox.take()
+        pieces += deltas
+    try:
+        status, body = 200, whole_embeddings(asked, model, pieces, end)
     except Refusal as refusal:
         status, body = refusal.status, msgspec.json.encode(refusal.body)
     await _answer(send, status, _JSON, body)

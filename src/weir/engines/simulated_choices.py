@@ -10,7 +10,7 @@ from weir.core.output import end_of_all
 from weir.engines.simulated_replies import ShapedReply
 from weir.engines.simulated_run import SimulatedRun
 from weir.errors import EngineRejected, ReplicaLost
-from weir.ports import EngineEnd, EngineSink, EngineUsage
+from weir.ports import EngineEnd, EngineSink
 from weir.units import Millis, Tokens
 
 
@@ -84,8 +84,7 @@ class ChoicesRun(SimulatedRun):
         self._ended.append(reply.reason)
         self.left()
         if len(self._ended) == len(self._choices):
-            usage = EngineUsage(self.input_tokens, self._cached_tokens or 0, self._emitted)
-            self.end(EngineEnd(end_of_all(self._ended), usage, output_tokens_seen=self._emitted))
+            self.end(EngineEnd(end_of_all(self._ended), self.usage(), output_tokens_seen=self._emitted))
 
     def left(self, *, lost: bool = False) -> None:
         """The batch holds one choice less."""

@@ -102,12 +102,7 @@ class SimulatedRun:
         self._emitted = tokens
         if self._silent:
             return
-        assert self._reply is not None
-        delta = Delta(self._reply.piece(tokens - 1), tokens)
-        if self._paused or self._pending:
-            self._pending.append(delta)
-        else:
-            self._sink.on_deltas((delta,))
+        self._tell(self.piece_of(tokens))
 
     def _tell(self, delta: Delta) -> None:
         """A piece, now or behind what waits."""
@@ -119,8 +114,15 @@ class SimulatedRun:
     def complete(self) -> None:
         """The reply ended by itself."""
         self.leave()
-        usage = EngineUsage(self.input_tokens, self._cached_tokens or 0, self._emitted)
-        self.end(EngineEnd(self.reply.reason, usage, output_tokens_seen=self._emitted))
+        self.end(EngineEnd(self.reply.reason, self.usage(), output_tokens_seen=self._emitted))
+
+    def piece_of(self, tokens: Tokens) -> Delta:
+        """What the newest of so many tokens adds."""
+        return Delta(self.reply.piece(tokens - 1), tokens)
+
+    def usage(self) -> EngineUsage:
+        """What it used when it ended by itself."""
+        return EngineUsage(self.input_tokens, self._cached_tokens or 0, self._emitted)
 
     def fail(self, fault: EngineRejected | ReplicaLost) -> None:
         """The run is over with a fault."""

@@ -109,6 +109,7 @@ def _spec_from_flags(arguments: Sequence[str]) -> ServerSpec | None:
     for name in ("context_tokens", "concurrency", "seed", "port", "kv_tokens", "start_ms"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
     parser.add_argument("--prefix-cache", action="store_true", help="reuse what prompts of one salt begin with")
+    parser.add_argument("--embeddings", action="store_true", help="its model makes vectors, and no text")
     parser.add_argument("--faults", type=_faults, default=default.faults, help="faults from the start, as JSON")
     flags = vars(parser.parse_args(arguments))
     return ServerSpec(**flags) if flags.pop("foreground") else None

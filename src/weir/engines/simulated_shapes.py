@@ -113,7 +113,7 @@ class Shape:
     def closing(self, end: EngineEnd) -> bytes:
         """The finish chunk of an only choice, the usage chunk if asked for, and the end mark; or the error event."""
         if end.usage is None or end.reason is None:
-            return _event({"error": _fault(end).body["error"]}) + b"data: [DONE]\n\n"
+            return _event({"error": fault_of(end).body["error"]}) + b"data: [DONE]\n\n"
         text = self._event([self._last(0, end.reason)], end.usage.output_tokens) if len(self._made) == 1 else b""
         if self._include_usage:
             text += _event({**self._head, "choices": [], "usage": _usage(end.usage)})
@@ -122,7 +122,7 @@ class Shape:
     def whole(self, pieces: Sequence[Delta], end: EngineEnd) -> bytes:
         """The answer that is not streamed. Raises Refusal when the run failed."""
         if end.usage is None or end.reason is None:
-            raise _fault(end)
+            raise fault_of(end)
         made = replies(pieces, len(self._made), self._head["id"])
         choices = [self._whole_choice(index, reply, reply.finish or end.reason) for index, reply in enumerate(made)]
         return msgspec.json.encode({**self._head, "choices": choices, "usage": _usage(end.usage)})
@@ -193,7 +193,8 @@ def _usage(usage: EngineUsage) -> dict[str, Any]:
     }
 
 
-def _fault(end: EngineEnd) -> Refusal:
+def fault_of(end: EngineEnd) -> Refusal:
+    """The answer of a run that failed."""
     return Refusal(500, "InternalServerError", end.fault.detail if end.fault else "the engine failed")
 
 

@@ -9,13 +9,15 @@ from collections.abc import Mapping
 import msgspec
 
 from weir import errors
-from weir.core.registry.model import Argument
+from weir.core.registry.model import EMBEDDINGS, Argument
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 HOST = "127.0.0.1"
 ADAPTER_CONFIG = "adapter_config.json"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as the largest rank of an adapter."""
+_EMBEDDING = ("--runner", "pooling", "--no-enable-prefix-caching")
+"""A text to embed is new nearly always, and versions of its API that know no salts would share what is cached."""
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # what was verified is all that is loaded
     "TRANSFORMERS_OFFLINE": "1",
@@ -62,7 +64,10 @@ def command_line(spec: VllmSpec, port: int) -> list[str]:
     command += ["--max-model-len", str(spec.context_tokens), "--max-num-seqs", str(spec.sequences)]
     command += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     for name, value in spec.arguments:
-        command += _option(name.replace("_", "-"), value)
+        if name != EMBEDDINGS:
+            command += _option(name.replace("_", "-"), value)
+        elif value:
+            command += _EMBEDDING
     if spec.adapter is not None:
         rank = next((rank for rank in _RANKS if rank >= spec.adapter.rank), spec.adapter.rank)
         module = msgspec.json.encode({"name": spec.adapter.name, "path": spec.adapter.folder}).decode()

@@ -16,7 +16,7 @@ import msgspec
 
 from weir import errors
 from weir.core.metering import InputBasis, upper_bound_of_input
-from weir.core.registry.abilities import lacking
+from weir.core.registry.abilities import lacking, makes_something_else
 from weir.core.registry.model import Alias, EngineKind, Revision, WorkloadClass, workload_class_of
 from weir.core.request import InferenceRequest, Message
 from weir.core.routing.prefixes import MARKS_END_BYTES, marks_within
@@ -35,6 +35,9 @@ COUNTS_AT_ONCE = 2
 """Of counts that no request follows, per replica: half of what an engine is asked at once, so that requests' own find room."""
 _SEPARATOR = b"\xff"  # in no UTF-8 text
 _PIECE_CHARS = 16_384
+_LEAST_OUTPUT: Tokens = 1
+"""What a hold takes for output at least; of vectors none is counted, and it is given back."""
+_OTHER_OF = {"embeddings": "text", "text": "embeddings"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class Planner:
         self._gates: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def plan(self, principal: Principal, request: InferenceRequest, request_id: str) -> Plan:
-        """Pin the revision, count and bound. Raises UnknownAlias, InvalidRequest or InputTooLong."""
+        """Pin the revision, count and bound. Raises UnknownAlias, InvalidRequest, UnsupportedField or InputTooLong."""
         snapshot = self._inbox.snapshot
         alias, revision = self._checked(principal, request, request_id)
         counted = await self._count(self._inbox.counting_replica(revision.id, principal.tenant), revision, request)
@@ -77,7 +80,7 @@ class Planner:
         return Plan(principal, request, request_id, alias, revision, workload, input_tokens, basis, max_output, deadline_ms)
 
     async def count(self, principal: Principal, request: InferenceRequest, request_id: str) -> tuple[Tokens, InputBasis]:
-        """Input tokens of a request that nobody makes now, and how they were counted. Raises UnknownAlias or InvalidRequest.
+        """Input tokens of a request that nobody makes now, and how they were counted. Raises as `plan`, but for its size.
 
         Bounded in number and time apart from what `plan` asks; the upper bound where it cannot be counted within that.
         """
@@ -100,11 +103,7 @@ class Planner:
     def _checked(self, principal: Principal, request: InferenceRequest, request_id: str) -> tuple[Alias, Revision]:
         """The caller's revision, if it serves what is asked for."""
         alias, revision = self._resolve(principal, request, request_id)
-        if not revision.chat and not isinstance(request.prompt, str):
-            raise errors.InvalidRequest(
-                "This model completes plain text and takes no conversation.",
-                members={"field": "input", "accepted": "a string"},
-            )
+        _check_kind(request, revision)
         self._refuse_lacking(principal.tenant, revision, request)
         return alias, revision
 
@@ -130,8 +129,12 @@ class Planner:
     async def _count(self, replica: ReplicaAddress | None, revision: Revision, request: InferenceRequest) -> Tokens | None:
         if replica is None:
             return None
+        engine = self._engine_for(revision.engine)
+        if (embedding := request.demands.embedding) is not None:  # of several, a count each would cost more than it tells
+            [text, *more] = embedding.texts
+            return None if more else await engine.count_input(replica, text, False)
         chat = revision.chat and not request.is_plain
-        return await self._engine_for(revision.engine).count_input(replica, request.prompt, chat, request.demands)
+        return await engine.count_input(replica, request.prompt, chat, request.demands)
 
     def cache_salt(self, plan: Plan) -> str:
         """What keeps this tenant's prefix cache apart from every other's on engines with salted caches."""
@@ -173,6 +176,20 @@ class Planner:
         return _keyed(self._digest_state, msgspec.json.encode(body))
 
 
+def _check_kind(request: InferenceRequest, revision: Revision) -> None:
+    """Raises UnsupportedField or InvalidRequest for what a revision of this kind never does."""
+    if (made := makes_something_else(request, revision)) is not None:
+        raise errors.UnsupportedField(
+            f"This model makes {made}, and nothing else.",
+            members={"field": "model_alias", "accepted": f"an alias of a model that makes {_OTHER_OF[made]}"},
+        )
+    if not revision.chat and not isinstance(request.prompt, str):
+        raise errors.InvalidRequest(
+            "This model completes plain text and takes no conversation.",
+            members={"field": "input", "accepted": "a string"},
+        )
+
+
 def _keyed(state: hmac.HMAC, message: bytes) -> bytes:
     copy = state.copy()
     copy.update(message)
@@ -204,6 +221,13 @@ def _max_output(request: InferenceRequest, alias: Alias, revision: Revision, cou
 
     Where the input is known exactly, also to what the window leaves.
     """
+    if request.demands.embedding is not None:
+        if counted is not None and counted > revision.context_tokens:
+            raise errors.InputTooLong(
+                f"{counted} input tokens do not fit the window of {revision.context_tokens}.",
+                members={"input_tokens": counted, "limit": revision.context_tokens},
+            )
+        return _LEAST_OUTPUT
     asked = request.max_output_tokens
     if asked is not None and asked > revision.max_output_tokens:
         raise errors.InvalidRequest(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from weir import errors
 from weir.config import GatewayConfig
 from weir.core.endings import FinishReason
+from weir.core.output import VECTOR_BYTES_MAX
 from weir.core.routing.retry import is_retryable
 from weir.gateway.attempt import Attempt
 from weir.gateway.client import Answer
@@ -47,7 +48,7 @@ from weir.messages import (
     Up,
 )
 from weir.ports import Clock, CoordinatorLink, Delta, Engine, EngineCall, EngineEnd, EngineRun
-from weir.units import Millis, Nanos, Tokens, ns_from_ms
+from weir.units import Bytes, Millis, Nanos, Tokens, ns_from_ms
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -303,12 +304,8 @@ class Relay:
 
     def _bound_whole_answer(self) -> None:
         """An answer that is not streamed waits here whole: no engine may fill the memory with it."""
-        demands = self._plan.request.demands
-        reported = 0 if demands.top_logprobs is None else 1 + demands.top_logprobs
-        per_token = _WHOLE_ANSWER_BYTES_PER_TOKEN * (1 + reported)
-        most = per_token * self._plan.max_output_tokens * demands.choices + _WHOLE_ANSWER_BYTES
-        if self._attempt.stream.held_bytes > most:
-            self._attempt.detail = "The engine sent more text than its tokens can hold."
+        if self._attempt.stream.held_bytes > _whole_answer_bytes_max(self._plan):
+            self._attempt.detail = "The engine sent more than what was asked for can take."
             self.stop(FinishReason.ENGINE_ERROR)
 
     def _ask_for_more(self) -> None:
@@ -474,3 +471,12 @@ class Relay:
     def _ttft_ms(self) -> float | None:
         first_ns = self._first_written_ns if self._streamed else self._attempt.stream.first_ns
         return None if first_ns is None else (first_ns - self._client.read_ns) / 1e6
+
+
+def _whole_answer_bytes_max(plan: Plan) -> Bytes:
+    demands = plan.request.demands
+    if demands.embedding is not None:
+        return _WHOLE_ANSWER_BYTES + VECTOR_BYTES_MAX * len(demands.embedding.texts)
+    reported = 0 if demands.top_logprobs is None else 1 + demands.top_logprobs
+    per_token = _WHOLE_ANSWER_BYTES_PER_TOKEN * (1 + reported)
+    return _WHOLE_ANSWER_BYTES + per_token * plan.max_output_tokens * demands.choices

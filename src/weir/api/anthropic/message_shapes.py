@@ -18,6 +18,7 @@ from weir.units import Millis, Tokens
 UNREADABLE_INPUT = "INVALID_JSON"
 """The only member of a call's input where the model wrote no JSON object: its value is what the model wrote."""
 _NAMES = {
+    "model_alias": "model",
     "input": "messages",
     "max_output_tokens": "max_tokens",
     "deadline_ms": "weir-deadline-ms",

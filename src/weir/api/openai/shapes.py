@@ -108,7 +108,7 @@ def refusal(
     """A refusal in OpenAI's error shape. names: our fields' names → what the surface calls them."""
     extra: dict[str, Any] = {"generation": generation_body(generation)} if generation else {}
     if (field := error.members.get("field")) is not None:
-        name = names.get(field, field)
+        name = {"model_alias": "model", **names}.get(field, field)
         extra |= {"field": name, "param": name}
     return openai_error(error, now_wall_ms, extra=extra)
 

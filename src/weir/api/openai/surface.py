@@ -2,11 +2,12 @@
 
 from weir import errors
 from weir.api.door import Call, Door, Methods
-from weir.api.openai import chat, completions
+from weir.api.openai import chat, completions, embeddings
 from weir.api.openai.chat import ChatAnswer
 from weir.api.openai.chat_request import parse_chat
 from weir.api.openai.completion_request import parse_completion
 from weir.api.openai.completions import CompletionAnswer
+from weir.api.openai.embeddings import EmbeddingsAnswer, parse_embeddings
 from weir.api.openai.shapes import model_object, models_object
 from weir.api.wire import Rendered, json_object, openai_error
 
@@ -16,13 +17,14 @@ _MODEL = "/v1/models/"
 class OpenAISurface:
     """Everything below `/v1/` that no other surface owns, so that OpenAI's SDKs read a code everywhere."""
 
-    generating = frozenset({"/v1/chat/completions", "/v1/completions"})
+    generating = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
 
     def __init__(self, door: Door) -> None:
         self._door = door
         self._fixed: dict[str, Methods] = {
             "/v1/chat/completions": {"POST": self._chat},
             "/v1/completions": {"POST": self._complete},
+            "/v1/embeddings": {"POST": self._embed},
             "/v1/models": {"GET": self._models},
         }
 
@@ -57,6 +59,14 @@ class OpenAISurface:
         request, options = parse_completion(document, call.exchange.headers)
         answer = CompletionAnswer(call.exchange, self._door.clock, call.request_id, options)
         await self._door.gateway.generate(principal, request, answer, completions.SURFACE)
+
+    async def _embed(self, call: Call) -> None:
+        call.take_key()
+        principal = self._door.authenticate(call)
+        document = json_object(await call.exchange.body())
+        request, encoding = parse_embeddings(document, call.exchange.headers)
+        answer = EmbeddingsAnswer(call.exchange, self._door.clock, call.request_id, encoding)
+        await self._door.gateway.generate(principal, request, answer, embeddings.SURFACE)
 
     async def _models(self, call: Call) -> None:
         principal = self._door.authenticate(call)

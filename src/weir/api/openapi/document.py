@@ -11,6 +11,7 @@ import weir
 from weir.api.openapi import (
     chat_paths,
     completions_paths,
+    embeddings_paths,
     messages_paths,
     models_paths,
     native_paths,
@@ -27,6 +28,7 @@ SURFACES: tuple[SurfaceDescription, ...] = (
     chat_paths.SURFACE,
     completions_paths.SURFACE,
     responses_paths.SURFACE,
+    embeddings_paths.SURFACE,
     messages_paths.SURFACE,
     models_paths.SURFACE,
     service_paths.SURFACE,

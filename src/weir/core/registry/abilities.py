@@ -1,4 +1,4 @@
-"""What engines of each kind cannot do, so that a request is refused by its field's name before anything is held for it.
+"""What revisions and engines of each kind cannot do, so that what asks for it is refused by name before any hold.
 
 llama.cpp turns a JSON schema into a grammar in the one thread that all its slots decode in. Schemas whose grammar takes minutes
 to build would stop every tenant's work on the replica, and no cancel ends it; so their size and shape are bounded here.
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from weir.core.demands import Demands
-from weir.core.registry.model import EngineKind
+from weir.core.registry.model import EngineKind, Revision
 from weir.core.request import InferenceRequest
 from weir.units import Bytes
 
@@ -23,6 +23,13 @@ _GRAMMAR_ACCEPTED = (
     f"schemas without pattern, of up to {GRAMMAR_SCHEMA_BYTES_MAX // 1024} KiB and {GRAMMAR_BRANCHES_MAX} alternatives in all"
 )
 _OBJECT_ARGUMENTS = "tool calls whose arguments are a JSON object"
+
+
+def makes_something_else(request: InferenceRequest, revision: Revision) -> str | None:
+    """What the revision makes, where that is not what is asked for; None where it is."""
+    if revision.embeds is (request.demands.embedding is not None):
+        return None
+    return "embeddings" if revision.embeds else "text"
 
 
 def lacking(request: InferenceRequest, engine: EngineKind) -> tuple[str, str] | None:
@@ -42,6 +49,8 @@ def _llamacpp_lacks(request: InferenceRequest) -> tuple[str, str] | None:
         return "n", "1: this model's engine makes one choice per request"
     if demands.tools and demands.top_logprobs is not None:
         return "logprobs", "false: this model's engine reports none beside tools"
+    if demands.embedding is not None and demands.embedding.dimensions is not None:
+        return "dimensions", "absent: this model's engine makes vectors of one size"
     if not _tells_objects(request):
         return "messages", _OBJECT_ARGUMENTS
     if not _is_quick_grammar(demands):

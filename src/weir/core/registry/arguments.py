@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from weir import errors
-from weir.core.registry.model import Argument, EngineKind
+from weir.core.registry.model import EMBEDDINGS, Argument, EngineKind
 
 _WORD = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 Arguments: TypeAlias = tuple[tuple[str, Argument], ...]
@@ -85,14 +85,18 @@ _LLAMACPP: Mapping[str, _Accepted] = {
     "cache_type_k": _CACHE_TYPES,
     "cache_type_v": _CACHE_TYPES,
     "chat_template": _OneOf(("model", "smollm2-tools")),
+    EMBEDDINGS: _Switch(),
     "flash_attention": _Switch(),
+    "pooling": _OneOf(("cls", "last", "mean")),
     "threads": _Whole(1, 1_024),
 }
 _SIMULATED: Mapping[str, _Accepted] = {
+    EMBEDDINGS: _Switch(),
     "slowdown": _Number(0.01, 1_000),
 }
 _VLLM: Mapping[str, _Accepted] = {
     "dtype": _OneOf(("auto", "bfloat16", "float16", "float32")),
+    EMBEDDINGS: _Switch(),
     "enable_auto_tool_choice": _Switch(),
     "enable_chunked_prefill": _Switch(),
     "enforce_eager": _Switch(),
@@ -107,11 +111,12 @@ _VLLM: Mapping[str, _Accepted] = {
 ACCEPTED: Mapping[EngineKind, Mapping[str, _Accepted]] = {
     EngineKind.LLAMACPP: _LLAMACPP,
     EngineKind.SIMULATED: _SIMULATED,
-    EngineKind.OPENAI: {},
+    EngineKind.OPENAI: {EMBEDDINGS: _Switch()},
     EngineKind.VLLM: _VLLM,
 }
-"""vLLM's are named as its own options are; its parsers are those that it comes with, as one's own file needs another option.
-What fits no model, or no GPU, shows as the reason why a replica does not start."""
+"""vLLM's are named as its own options are, but for `embeddings`; its parsers are those that it comes with, as one's own file
+needs another option. What fits no model, or no GPU, shows as the reason why a replica does not start.
+"""
 
 
 def checked_arguments(engine: EngineKind, given: Mapping[str, Argument]) -> Arguments:
@@ -131,4 +136,15 @@ def checked_arguments(engine: EngineKind, given: Mapping[str, Argument]) -> Argu
     if given.get("enable_auto_tool_choice") and "tool_call_parser" not in given:
         members = {"field": "arguments.enable_auto_tool_choice", "accepted": "true only with arguments.tool_call_parser"}
         raise errors.InvalidRequest("arguments.enable_auto_tool_choice needs arguments.tool_call_parser.", members=members)
+    _check_embedding(given)
     return tuple(sorted(given.items()))
+
+
+def _check_embedding(given: Mapping[str, Argument]) -> None:
+    """How a text becomes one vector is of no use elsewhere, and such a text is read in one batch. Raises InvalidRequest."""
+    embeds = given.get(EMBEDDINGS) is True
+    for name, fits in (("pooling", embeds), ("batch_tokens", not embeds)):
+        if name in given and not fits:
+            wanted = f"{'with' if name == 'pooling' else 'without'} arguments.{EMBEDDINGS} true"
+            members = {"field": f"arguments.{name}", "accepted": f"only {wanted}"}
+            raise errors.InvalidRequest(f"arguments.{name} is taken only {wanted}.", members=members)

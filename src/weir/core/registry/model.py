@@ -40,6 +40,9 @@ SERVING = frozenset({RevisionState.APPROVED, RevisionState.LIVE})
 
 Argument: TypeAlias = bool | int | float | str
 
+EMBEDDINGS = "embeddings"
+"""The argument, of engines of every kind, by which a revision makes vectors and no text."""
+
 FROM_ARTIFACTS = frozenset({EngineKind.LLAMACPP, EngineKind.VLLM})
 """Engines that the platform starts on a signed artifact, and that take adapters."""
 
@@ -79,6 +82,11 @@ class Revision:
     def revoked(self) -> bool:
         """Whether running work of it must be cancelled."""
         return self.state is RevisionState.REVOKED
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it makes vectors, and no text."""
+        return dict(self.arguments).get(EMBEDDINGS) is True
 
     @property
     def serves(self) -> bool:
