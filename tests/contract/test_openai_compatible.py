@@ -185,6 +185,7 @@ async def test_an_end_without_a_mark() -> None:
         (_stream(_chat("a"), b'{"choices": [{"text": 1}]}'), EngineError, "a"),
         (_stream(_chat("a"), b'{"choices": [{"text": "\\ud800"}]}'), EngineError, "a"),
         (_stream(_chat("a"), b'{"choices": [{"text": "\xff"}]}'), EngineError, "a"),
+        (_stream(_chat("a"), b'{"choices": [], "deep": ' + b"[" * 5_000 + b"]" * 5_000 + b"}"), EngineError, "a"),
         (_stream(_chat("a"), usage_of(-1, 1)), EngineError, "a"),
         (_stream(_chat("a"), b"x" * 2_000_000), EngineError, "a"),
         (_stream(_chat("a"), {"error": {"type": "exceed_context_size_error", "n_ctx": 5}}), EngineRejected, "a"),

@@ -9,8 +9,12 @@ from functools import lru_cache
 from typing import Protocol
 from urllib.parse import urlsplit
 
+import msgspec
+
 from weir import errors
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding an engine's JSON raises: it may be anything, also nested without end."""
 _REQUEST_HEAD = "{} {} HTTP/1.1\r\nHost: {}\r\nAccept: */*\r\n{}Content-Type: application/json\r\nContent-Length: {}\r\n\r\n"
 
 

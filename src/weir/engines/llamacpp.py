@@ -17,6 +17,7 @@ from weir import errors
 from weir.core.demands import NO_DEMANDS, Demands, ToolChoice, ToolMode
 from weir.core.request import Message
 from weir.engines.http_client import HttpClient
+from weir.engines.http_exchange import UNREADABLE
 from weir.engines.llamacpp_embeddings import refused_texts, wait_texts_done
 from weir.engines.openai_compatible import PROBE_MS, ControlCalls, json_object, whole_number
 from weir.engines.openai_embeddings import EmbeddingRun, embedding_request
@@ -137,7 +138,7 @@ class LlamaCppEngine:
         try:
             answer = await self._control.call(replica, "GET", "/slots")
             return msgspec.json.decode(answer.body, type=list[dict[str, Any]]) if answer.status == 200 else None
-        except (errors.Stalled, errors.EngineError, msgspec.MsgspecError, UnicodeDecodeError):
+        except (errors.Stalled, errors.EngineError, *UNREADABLE):
             return None
 
 

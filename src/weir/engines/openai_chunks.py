@@ -11,6 +11,7 @@ import msgspec
 from weir import errors
 from weir.core.endings import FinishReason
 from weir.core.output import Delta, ShapedDelta, ToolCallPart, end_of_all
+from weir.engines.http_exchange import UNREADABLE
 from weir.engines.openai_logprobs import ReportedLogprobs, logprobs_of
 from weir.ports import EngineUsage
 from weir.units import Tokens
@@ -139,7 +140,7 @@ class ChunkReader:
                 return True
             try:
                 chunk = _decode_chunk(payload)
-            except (msgspec.MsgspecError, UnicodeDecodeError):
+            except UNREADABLE:
                 raise errors.EngineError("The engine sent a chunk that cannot be read.") from None
             if chunk.error is not None:
                 raise self._fault_of(chunk.error)

@@ -18,7 +18,7 @@ from weir.core.demands import NO_DEMANDS, Demands
 from weir.core.registry.model import EngineKind
 from weir.core.request import Message
 from weir.engines.http_client import HttpClient
-from weir.engines.http_exchange import HttpRequest, HttpResponse
+from weir.engines.http_exchange import UNREADABLE, HttpRequest, HttpResponse
 from weir.engines.openai_embeddings import EmbeddingRun, embedding_request
 from weir.engines.openai_fields import messages_of, tool_fields
 from weir.engines.openai_stream import FIRST_OUTPUT_MS, IDLE_MS, StreamedRun, generation_request
@@ -70,7 +70,7 @@ def json_object(response: HttpResponse) -> dict[str, Any]:
     """A successful answer's JSON object; empty when it is anything else."""
     try:
         content = msgspec.json.decode(response.body) if response.status == 200 else None
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNREADABLE:
         content = None
     return content if isinstance(content, dict) else {}
 

@@ -17,7 +17,7 @@ from weir.core.demands import Embedding
 from weir.core.endings import FinishReason
 from weir.core.output import NUMBER_BYTES, VECTOR_BYTES_MAX, Vectors, numbers_of, vector_of
 from weir.engines.http_client import Exchange, HttpClient
-from weir.engines.http_exchange import HttpRequest
+from weir.engines.http_exchange import UNREADABLE, HttpRequest
 from weir.engines.openai_stream import REFUSAL_BYTES_MAX, ConfirmStop, refusal_of
 from weir.ports import EngineCall, EngineEnd, EngineSink, EngineUsage
 from weir.units import Bytes, Millis
@@ -180,7 +180,7 @@ def _read(body: bytes, embedding: Embedding) -> tuple[tuple[bytes, ...], EngineU
     """The vectors in the order of their texts, and the usage where the answer has one. Raises EngineFault."""
     try:
         answer = _decode_answer(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         raise errors.EngineError(_UNREADABLE) from None
     vectors = _in_order(answer.data, len(embedding.texts))
     _check_size(vectors, embedding.dimensions)

@@ -16,7 +16,7 @@ from weir import errors
 from weir.core.output import Delta
 from weir.core.sse import SseDecoder
 from weir.engines.http_client import Exchange, HttpClient
-from weir.engines.http_exchange import HttpRequest
+from weir.engines.http_exchange import UNREADABLE, HttpRequest
 from weir.engines.openai_chunks import ChunkReader
 from weir.engines.openai_fields import demanded, messages_of
 from weir.ports import EngineCall, EngineEnd, EngineSink
@@ -239,7 +239,7 @@ def refusal_of(status: int, body: bytes) -> errors.EngineFault:
     """An answer that is not what was asked for, as the fault that it is."""
     try:
         content = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNREADABLE:
         content = None
     error = content.get("error", content) if isinstance(content, dict) else None
     if 400 <= status < 500 and status not in _NOT_THE_REQUESTS_FAULT:
