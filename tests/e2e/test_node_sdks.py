@@ -12,7 +12,7 @@ from tests.e2e.http_client import Account, new_account
 
 SCRIPTS = Path(__file__).parent / "node"
 MODULES = Path(__file__).parents[2] / ".venv" / "node-sdks" / "node_modules"
-pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="Node is not present")
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="Node is not present")
 
 
 def _found(script: str, *arguments: str) -> Any:
@@ -38,8 +38,14 @@ def limited_key(account: Account) -> str:
     return other.key
 
 
+@needs_node
 def test_openai(account: Account, limited_key: str) -> None:
     """Protects OpenAI's Node users: answers, streams, errors with their codes, and a stream that is left is cancelled."""
+    check_openai(account, limited_key)
+
+
+def check_openai(account: Account, limited_key: str) -> None:
+    """What OpenAI's SDK read is what the platform tells."""
     found = _found("openai_checks.cjs", f"{account.cell.api}/v1", account.key, limited_key)
     assert "assistant" in found["models"]
     chat, streamed = found["chat"], found["chatStream"]
@@ -57,8 +63,14 @@ def test_openai(account: Account, limited_key: str) -> None:
     assert (left["status"], left["finish_reason"]) in (("cancelled", "disconnect"), ("completed", "stop"))
 
 
+@needs_node
 def test_anthropic(account: Account, limited_key: str) -> None:
     """Protects Anthropic's Node users: answers, streams, counts, and errors with their types and codes."""
+    check_anthropic(account, limited_key)
+
+
+def check_anthropic(account: Account, limited_key: str) -> None:
+    """What Anthropic's SDK read is what the platform tells."""
     found = _found("anthropic_checks.cjs", account.cell.api, account.key, limited_key)
     message, streamed = found["message"], found["stream"]
     assert message["model"] == "assistant" and message["reason"] == streamed["reason"] == "max_tokens"

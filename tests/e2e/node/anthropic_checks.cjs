@@ -3,7 +3,7 @@ const { default: Anthropic } = require("@anthropic-ai/sdk");
 
 const [baseURL, apiKey, limitedKey] = process.argv.slice(2);
 const client = new Anthropic({ baseURL, apiKey, maxRetries: 0, timeout: 20_000 });
-const asked = { model: "assistant", max_tokens: 12, messages: [{ role: "user", content: "river" }] };
+const asked = { model: "assistant", max_tokens: 12, temperature: 0, messages: [{ role: "user", content: "river" }] };
 
 async function refusal(ask) {
   try {

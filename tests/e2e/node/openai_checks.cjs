@@ -4,7 +4,7 @@ const { default: OpenAI } = require("openai");
 const [baseURL, apiKey, limitedKey] = process.argv.slice(2);
 const client = new OpenAI({ baseURL, apiKey, maxRetries: 0, timeout: 20_000 });
 const messages = [{ role: "user", content: "river" }];
-const bounded = { model: "assistant", max_completion_tokens: 12, seed: 5 };
+const bounded = { model: "assistant", max_completion_tokens: 12, temperature: 0 };
 
 async function refusal(ask) {
   try {
@@ -37,7 +37,7 @@ async function leftStream() {
 }
 
 async function responseStream() {
-  const stream = await client.responses.create({ model: "assistant", input: "river", max_output_tokens: 12, stream: true });
+  const stream = await client.responses.create({ model: "assistant", input: "river", temperature: 0, max_output_tokens: 12, stream: true });
   const kinds = [];
   const numbers = [];
   let text = "";
@@ -51,8 +51,8 @@ async function responseStream() {
 
 async function main() {
   const chat = await client.chat.completions.create({ ...bounded, messages });
-  const completion = await client.completions.create({ model: "assistant", prompt: "river", max_tokens: 12 });
-  const response = await client.responses.create({ model: "assistant", input: "river", max_output_tokens: 12 });
+  const completion = await client.completions.create({ model: "assistant", prompt: "river", max_tokens: 12, temperature: 0 });
+  const response = await client.responses.create({ model: "assistant", input: "river", temperature: 0, max_output_tokens: 12 });
   const found = {
     models: (await client.models.list()).data.map((model) => model.id),
     chat: { text: chat.choices[0].message.content, reason: chat.choices[0].finish_reason, usage: chat.usage },
