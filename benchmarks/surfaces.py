@@ -33,7 +33,7 @@ def main(weir: Path = ROOT / ".venv" / "bin" / "weir") -> int:
     measures = [measure for measure in MEASURES if measure.name in _MEASURED]
     with run_engine() as engine, run_weir([weir], engine.port) as cell:
         found = {measure.name: _measured(measure, cell, engine.port) for measure in measures}
-    table = Table(title="CPU µs on each surface, and beside the native one: median of 5")
+    table = Table(title=f"CPU µs on each surface, and beside the native one: median of {REPEATS}")
     table.add_column("measure")
     for name in SURFACES:
         table.add_column(name, justify="right")

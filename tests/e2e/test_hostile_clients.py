@@ -311,6 +311,21 @@ async def test_a_silent_stream_shows_that_it_lives(stage: Stage, surface: str) -
     await stage.check_ended(caller, "it", "stop", "tenant", SURFACES[surface].shown_stream(call.seen))
 
 
+@pytest.mark.parametrize("surface", ["native", "messages"])
+async def test_a_model_that_reasons_shows_that_it_lives(stage: Stage, surface: str) -> None:
+    """Protects streams from idle time-outs where reasoning is not shown, and the time to a first token that somebody saw."""
+    thought = tuple({"delta": {"reasoning_content": "hm"}} for _ in range(4))
+    caller, script = await stage.caller(), Script(tokens=5, gap_ms=300, choices=(*thought, {"delta": {"content": "so"}}))
+    async with stage.call(caller, script, "it", surface=surface) as call:
+        async for _ in call.events():
+            pass
+    pings = sum(event.name == "ping" for event in call.seen) + call.parsed.comments
+    shown = SURFACES[surface].shown_stream(call.seen)
+    assert pings >= 3 and shown.text == "so"
+    await stage.check_ended(caller, "it", "stop", "tenant", shown)
+    assert (await stage.get(caller, "it")).json["timing"]["ttft_ms"] > 1_000
+
+
 @asynccontextmanager
 async def leaving_upload(stage: Stage, caller: Caller, surface: str) -> AsyncIterator[Call]:
     """A connection on which half of a request was sent."""

@@ -57,8 +57,8 @@ CHUNK = st.fixed_dictionaries({"choices": st.lists(CHOICE, max_size=2)}, optiona
 _LINE_ENDS = st.sampled_from([b"\n", b"\r\n", b"\r"])
 
 
-def _reader(choices: int = CHOICES) -> ChunkReader:
-    return ChunkReader(choices, None, lambda error: FAULT)
+def _reader(choices: int = CHOICES, *, counts_each_choice: bool = False) -> ChunkReader:
+    return ChunkReader(choices, None, lambda error: FAULT, counts_each_choice=counts_each_choice)
 
 
 def _read(reader: ChunkReader, payloads: list[bytes]) -> list[Delta]:
@@ -105,7 +105,7 @@ def test_each_choice_keeps_its_order_and_is_put_together(chunks: list[Any]) -> N
 @given(counts=st.lists(st.tuples(st.integers(0, CHOICES - 1), st.integers(0, 9)), max_size=30))
 def test_counts_of_choices_add_up(counts: list[tuple[int, int]]) -> None:
     """Protects the charge of a cancelled stream: each choice's chunks count its own tokens, and together they are the sum."""
-    reader, largest, seen = _reader(), [0] * CHOICES, 0
+    reader, largest, seen = _reader(counts_each_choice=True), [0] * CHOICES, 0
     for index, count in counts:
         chunk = {
             "choices": [{"index": index, "delta": {"content": "a"}}],
@@ -117,6 +117,17 @@ def test_counts_of_choices_add_up(counts: list[tuple[int, int]]) -> None:
         assert piece.tokens == seen == reader.tokens and reader.usage is None
     _read(reader, _encoded([{"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 99 * CHOICES}}]))
     assert reader.usage is not None and reader.usage.output_tokens == reader.tokens == 99 * CHOICES
+
+
+@given(counts=st.lists(st.integers(0, 50), min_size=1, max_size=20))
+def test_counts_of_all_choices_are_taken_as_they_are(counts: list[int]) -> None:
+    """Protects tenants from servers that tell the total on each chunk, also beside the last choice: it is counted once."""
+    reader = _reader()
+    for number, count in enumerate(counts):
+        both = [{"index": index, "delta": {"content": "a"}} for index in range(1 + number % 2)]
+        _read(reader, _encoded([{"choices": both, "usage": {"prompt_tokens": 5, "completion_tokens": count}}]))
+        assert reader.tokens == max(counts[: number + 1])
+    assert reader.usage is not None and (reader.usage.input_tokens, reader.usage.output_tokens) == (5, counts[-1])
 
 
 # ── what is no chunk ─────────────────────────────────────────────────────────────────────────────────────────────────

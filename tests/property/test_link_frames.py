@@ -147,7 +147,7 @@ _TEXT = 'é "\\\0\n\u2028😀'
 _BYTES = b"\0\xff" * 16
 _PACE = ReplicaPace(0.1, 1e-300, 1e300)
 _REPLICA = ReplicaAddress(
-    _TEXT, "p", "r", EngineKind.OPENAI, _TEXT, _TEXT, INT64_MAX, True, True, True, True, _TEXT, INT64_MAX, _PACE
+    _TEXT, "p", "r", EngineKind.OPENAI, _TEXT, _TEXT, INT64_MAX, True, True, True, True, _TEXT, INT64_MAX, _PACE, False
 )
 _STANDING = StandingView(LimitView(INT64_MAX, 0, 1), LimitView(0, -1, INT64_MAX))
 _RECORD = GenerationRecord(

@@ -6,10 +6,11 @@ import msgspec
 import pytest
 
 from weir.core.demands import NO_DEMANDS, Demands, FormKind, OutputForm, Tool, ToolCall
-from weir.core.registry.abilities import GRAMMAR_BRANCHES_MAX, lacking
+from weir.core.registry.abilities import GRAMMAR_BRANCHES_MAX, GRAMMAR_OPTIONAL_MAX, lacking
 from weir.core.registry.model import EngineKind
 from weir.core.request import InferenceRequest, Message, Sampling
 
+OPTIONAL: dict[str, Any] = {f"o{number}": {} for number in range(GRAMMAR_OPTIONAL_MAX)}
 TOOL = Tool("find", None, '{"type":"object"}')
 
 
@@ -72,6 +73,8 @@ def _deep(levels: int) -> dict[str, Any]:
         {"properties": {name: {"enum": ["a"] * 129} for name in "ab"}},
         {"anyOf": [{"type": ["string", "null"]}] * 100},
         {"description": "x" * 40_000},
+        {"type": "object", "properties": {f"p{number}": {} for number in range(GRAMMAR_OPTIONAL_MAX + 1)}},
+        {"properties": {"a": {"properties": {"b": {}, "c": {}}, "required": ["b", 5]}, **OPTIONAL}, "required": 5},
     ],
 )
 def test_a_grammar_that_takes_minutes_is_not_built(schema: Any) -> None:
@@ -88,6 +91,9 @@ def test_a_grammar_that_takes_minutes_is_not_built(schema: Any) -> None:
         {},
         _deep(300),
         {"enum": list(range(GRAMMAR_BRANCHES_MAX))},
+        {"properties": OPTIONAL},
+        {"properties": {f"p{number}": {} for number in range(500)}, "required": [f"p{number}" for number in range(500)]},
+        {"properties": 5},
         {"type": "object", "properties": {"pattern": {"type": "string"}, "enum": {"type": "string"}}},
     ],
 )

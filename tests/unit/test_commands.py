@@ -18,6 +18,7 @@ from weir.control.bootstrap import DEMO_PRICE, bootstrap
 from weir.control.commands import Commands
 from weir.control.declared_models import DeclaredModels
 from weir.control.snapshots import build_snapshot
+from weir.core.issuers import Issuer, SignInRule
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import LIMIT_NAMES, Limits, Role, Scope, ServiceClass, digest_of_key
@@ -342,8 +343,9 @@ async def test_a_limit_attaches_only_to_what_exists_and_a_key_names_its_applicat
     assert scope == Scope("acme", "assistant", key.id, "assistant")
 
 
-RULE_KEY = "oidc-0123456789ab"
+RULE_KEY = Issuer("https://id.example", ("weir",), ()).rule_key(SignInRule({"sub": "robot"}, "acme", "assistant"))
 """The id of a sign-in rule, of which control knows nothing before it is revoked."""
+OTHERS_KEY = Issuer("https://id.example", ("weir",), ()).rule_key(SignInRule({"sub": "robot"}, "globex", "assistant"))
 
 
 async def test_a_sign_in_rule_is_limited_as_a_key_within_its_application() -> None:
@@ -356,7 +358,11 @@ async def test_a_sign_in_rule_is_limited_as_a_key_within_its_application() -> No
         desk.commands.put_limits("ann", Scope("acme", key=RULE_KEY), {"concurrency": 1}), errors.InvalidRequest
     )
     assert refusal.members["field"] == "application"
-    for wrong in (Scope("acme", "nothing", RULE_KEY), Scope("acme", "assistant", "oidc-0123")):
+    for wrong in (
+        Scope("acme", "nothing", RULE_KEY),
+        Scope("acme", "assistant", "oidc-0123"),
+        Scope("acme", "assistant", OTHERS_KEY),
+    ):
         await refused(desk.commands.put_limits("ann", wrong, {"concurrency": 1}), errors.NotFound)
 
 
@@ -364,6 +370,7 @@ async def test_a_sign_in_rule_is_revoked_as_a_key() -> None:
     """Protects against a service account that leaks: its rule's callers are refused, running work included, and for good."""
     desk = await Desk().with_acme()
     await refused(desk.commands.revoke_key("ann", "acme", "nothing", RULE_KEY), errors.NotFound)
+    await refused(desk.commands.revoke_key("ann", "acme", "assistant", OTHERS_KEY), errors.NotFound)
     caller = desk.published[-1].principal_of("acme", "assistant", RULE_KEY)
     assert caller is not None
     for _ in range(2):

@@ -36,6 +36,15 @@ def exchange_on(connection: Any) -> HttpExchange:
     return HttpExchange(scope, nothing, nothing, SystemClock(), GatewayConfig(), ArrivingBodies(1))
 
 
+def test_nothing_is_not_a_chunk() -> None:
+    """Protects framing: an empty chunk would end the body while the stream goes on, and the rest would be another answer."""
+    sent: list[bytes] = []
+    exchange = exchange_on(SimpleNamespace(watcher=None, transport=SimpleNamespace(write=sent.append), is_lost=False))
+    exchange.write(b"")
+    exchange.write(b"a")
+    assert sent == [b"1\r\na\r\n"] and exchange.written == 1
+
+
 def test_the_end_of_an_exchange_blinds_no_later_one() -> None:
     """Protects cancellation on kept-alive connections: an exchange that ends late leaves its successor's watcher alone."""
     connection = SimpleNamespace(watcher=None, transport=None, is_lost=False)

@@ -79,15 +79,15 @@ def test_every_field_is_served() -> None:
 @pytest.mark.parametrize(
     ("choice", "mode", "parallel"),
     [
-        ({"type": "auto"}, ToolMode.AUTO, None),
+        ({"type": "auto"}, None, None),
         ({"type": "any", "disable_parallel_tool_use": False}, ToolMode.REQUIRED, True),
         ({"type": "none"}, ToolMode.NONE, None),
     ],
 )
-def test_a_tool_choice_has_the_engines_word(choice: Any, mode: ToolMode, parallel: bool | None) -> None:
-    """Protects what must, may or must not be called."""
+def test_a_tool_choice_has_the_engines_word(choice: Any, mode: ToolMode | None, parallel: bool | None) -> None:
+    """Protects what must, may or must not be called; what may be called by default is the same request as by choice."""
     demands = parsed(tools=[TOOL], tool_choice=choice).demands
-    assert (demands.tool_choice, demands.parallel_tool_calls) == (ToolChoice(mode), parallel)
+    assert (demands.tool_choice, demands.parallel_tool_calls) == (mode and ToolChoice(mode), parallel)
 
 
 def test_blocks_become_turns_of_the_conversation() -> None:

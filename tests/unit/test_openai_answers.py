@@ -188,6 +188,14 @@ async def test_log_probabilities_have_each_surfaces_shape() -> None:
     assert [told["text_offset"] for told in streamed if told] == [[0], [1]]
 
 
+async def test_what_a_surface_has_no_shape_for_is_not_written() -> None:
+    """Protects framing: a piece that completions do not show is no write at all."""
+    answer, client = _answer(CompletionAnswer)
+    await answer.open(ACCEPTED)
+    answer.output([ShapedDelta("", reasoning="hm")])
+    assert client.writes == 0
+
+
 @pytest.mark.parametrize("kind", [ChatAnswer, CompletionAnswer])
 async def test_a_failure_after_the_headers_is_one_error_event(kind: type[ChunkedAnswer]) -> None:
     """Protects clients: an error event, then `[DONE]`, and neither a finish reason nor usage."""

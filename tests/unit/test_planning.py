@@ -9,7 +9,7 @@ import pytest
 
 from weir import errors
 from weir.clock import SystemClock
-from weir.core.demands import NO_DEMANDS, Demands, Embedding
+from weir.core.demands import LOGPROBS_MAX, NO_DEMANDS, Demands, Embedding, FormKind, OutputForm, Tool, ToolCall
 from weir.core.metering import TEMPLATE_TOKENS, TEMPLATE_TOKENS_PER_TURN, InputBasis, Price
 from weir.core.registry.model import Alias, Canary, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
@@ -341,11 +341,44 @@ async def test_counts_leave_room_for_those_of_requests() -> None:
     planner = _planner(engine=engine)
     request = InferenceRequest("chat", "how long is this?")
     async with asyncio.TaskGroup() as tasks:
-        counts = [tasks.create_task(planner.count(_principal("acme"), request, "req-1")) for _ in range(20)]
+        callers = [_principal(tenant) for tenant in ("acme", "globex") for _ in range(10)]
+        counts = [tasks.create_task(planner.count(caller, request, "req-1")) for caller in callers]
     assert {count.result()[1] for count in counts} == {InputBasis.UPPER_BOUND}
     assert engine.most == COUNTS_AT_ONCE
     engine.let.set()
     assert (await planner.count(_principal("acme"), request, "req-1"))[1] is InputBasis.EXACT
+
+
+async def test_one_tenant_holds_one_place_of_those_that_count() -> None:
+    """Protects the others: however much one tenant counts, a replica is asked once at a time for it."""
+    engine = SlowCounter()
+    planner = _planner(engine=engine)
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(5):
+            tasks.create_task(planner.count(_principal("acme"), InferenceRequest("chat", "x"), "req-1"))
+    assert engine.most == 1
+
+
+async def test_more_log_probabilities_than_are_kept_are_refused() -> None:
+    """Protects everybody's time: what one answer may report is bounded before anything is held for it."""
+    most = LOGPROBS_MAX // 21
+    fine = InferenceRequest("chat", "x", 64, demands=Demands(top_logprobs=20, choices=most // 64))
+    assert (await _planner().plan(_principal("acme"), fine, "req-1")).max_output_tokens == 64
+    too_many = InferenceRequest("chat", "x", 64, demands=Demands(top_logprobs=20, choices=most // 64 + 1))
+    with pytest.raises(errors.InvalidRequest) as refused:
+        await _planner().plan(_principal("acme"), too_many, "req-1")
+    assert refused.value.members["field"] == "logprobs"
+
+
+def test_everything_that_an_engine_reads_is_input() -> None:
+    """Protects holds where nobody counts: names, ids and calls have bytes, and templates write much around calls and tools."""
+    call = ToolCall("id", "find", '{"é":1}')
+    turns = (Message("assistant", "a", (call,)), Message("tool", "b", tool_call_id="id"), Message("user", "c", name="me"))
+    form = OutputForm(FormKind.JSON_SCHEMA, "n", "{}", description="d")
+    demands = Demands((Tool("t", "d", "{}"),), form=form)
+    request = InferenceRequest("chat", turns, demands=demands)
+    assert request.prompt_bytes == 3 + len('idfind{"é":1}'.encode()) + len("idme") + len("td{}") + len("n{}d")
+    assert request.turns >= 3 + 2 + 4 > InferenceRequest("chat", turns[1:]).turns
 
 
 # ── embeddings ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -61,7 +61,7 @@ class HttpExchange:
         self._transport = self._connection.transport
         self.method: str = scope["method"]
         self.path: str = scope["path"]
-        self.query: bytes = scope["query_string"]
+        self.query: bytes = scope.get("query_string", b"")
         self._frames_chunks = scope["http_version"] != "1.0"
         self._watcher: ClientWatcher | None = None
         self._header_lines: list[tuple[bytes, bytes]] = scope["headers"]
@@ -169,8 +169,8 @@ class HttpExchange:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     def write(self, body: bytes) -> None:
-        """One chunk, straight to the transport."""
-        if not self.is_lost:
+        """One chunk, straight to the transport; nothing is none, for an empty one would end the body."""
+        if body and not self.is_lost:
             self._transport.write(b"%x\r\n%b\r\n" % (len(body), body) if self._frames_chunks else body)
             self.written += len(body)
 

@@ -18,7 +18,7 @@ class NativeSurface:
         self._door = door
 
     def owns(self, path: str) -> bool:
-        """Its own paths, and whatever no other surface owns."""
+        """Its own paths."""
         return path == _PATH or path.startswith(f"{_PATH}/")
 
     def methods(self, call: Call) -> Methods | None:

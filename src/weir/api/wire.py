@@ -267,12 +267,10 @@ def openai_error_body(error: WeirError, now_wall_ms: Millis, extra: Mapping[str,
     }
 
 
-def openai_error(
-    error: WeirError, now_wall_ms: Millis, *, generated: bool = False, extra: Mapping[str, Any] | None = None
-) -> Rendered:
+def openai_error(error: WeirError, now_wall_ms: Millis, *, extra: Mapping[str, Any] | None = None) -> Rendered:
     """OpenAI's error shape as a plain answer."""
     body = msgspec.json.encode({"error": openai_error_body(error, now_wall_ms, extra)})
-    return Rendered(error.http_status, b"application/json", body, retry_headers(error, generated=generated))
+    return Rendered(error.http_status, b"application/json", body, retry_headers(error))
 
 
 _ANTHROPIC_TYPE = {

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from weir import errors
-from weir.core.issuers import digest_of_rule_key, is_rule_key
+from weir.core.issuers import digest_of_rule_key, is_rule_key, may_be_rule_of
 from weir.core.registry.key_ring import SigningKey
 from weir.core.registry.model import Alias, Pool, Revision
 from weir.core.registry.rollout_record import Rollout
@@ -37,7 +37,7 @@ def require_key(catalog: Catalog, tenant: str, application: str, key_id: str) ->
     require_application(catalog, tenant, application)
     wanted = (tenant, application, key_id)
     matching = [key for key in catalog.keys if (key.tenant, key.application, key.id) == wanted]
-    if not matching and is_rule_key(key_id):
+    if not matching and may_be_rule_of(tenant, application, key_id):
         return ApiKey(key_id, tenant, application, digest_of_rule_key(key_id))
     return _found(matching, f"Application {application!r} of tenant {tenant!r} has no key {key_id!r}.")
 
@@ -95,7 +95,7 @@ def resolve_scope(catalog: Catalog, scope: Scope) -> Scope:
         if application is None:
             members = {"field": "application", "accepted": "the application of the key's rule"}
             raise errors.InvalidRequest("application must be named with the key of a sign-in rule.", members=members)
-        require_application(catalog, scope.tenant, application)
+        require_key(catalog, scope.tenant, application, scope.key)
     elif scope.key is not None:
         owned = (key for key in catalog.keys if key.tenant == scope.tenant and key.id == scope.key)
         key = _found(owned, f"Tenant {scope.tenant!r} has no key {scope.key!r}.")

@@ -33,7 +33,7 @@ _CLAIM_CHARACTERS_MAX = 256
 _EXACT_MAX = 2**53
 """Above it, readers of JSON may round a number."""
 
-_RULE_KEY = re.compile("oidc-[0-9a-f]{12}")
+_RULE_KEY = re.compile("oidc-[0-9a-f]{16}")
 
 
 class TokenFlaw(StrEnum):
@@ -118,9 +118,12 @@ class Issuer:
     fetch_ms: Millis = 5_000  # a first token waits for it, as long as a client waits for a first byte
 
     def rule_key(self, rule: SignInRule) -> str:
-        """The public id of a rule. It stays as long as the issuer's URL and the rule do, wherever it stands."""
-        identity = [self.url, sorted(rule.claims.items()), rule.tenant, rule.application]
-        return f"oidc-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]}"
+        """The public id of a rule. It stays as long as the issuer's URL and the rule do, wherever it stands.
+
+        Its first half is the application's, so that nobody takes it for a rule of another one.
+        """
+        identity = [self.url, sorted(rule.claims.items())]
+        return f"oidc-{_owner_part(rule.tenant, rule.application)}{_digest_part(identity)}"
 
     def rule_of(self, claims: Claims) -> SignInRule:
         """The first rule that matches. Raises Unauthenticated where none does."""
@@ -165,6 +168,19 @@ def _moment(claims: Claims, name: str) -> Millis:
 def is_rule_key(key_id: str) -> bool:
     """Whether it has the form of a rule's id; an API key's has none of it."""
     return _RULE_KEY.fullmatch(key_id) is not None
+
+
+def may_be_rule_of(tenant: str, application: str, key_id: str) -> bool:
+    """Whether it has the form of the id of a rule that means this application, and of no other one."""
+    return is_rule_key(key_id) and key_id.startswith(f"oidc-{_owner_part(tenant, application)}")
+
+
+def _owner_part(tenant: str, application: str) -> str:
+    return _digest_part([tenant, application])
+
+
+def _digest_part(identity: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]
 
 
 def digest_of_rule_key(key_id: str) -> bytes:

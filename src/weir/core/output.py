@@ -14,8 +14,8 @@ from weir.core.demands import DIMENSIONS_MAX, ToolCall
 from weir.core.endings import FinishReason
 from weir.units import Bytes, Tokens
 
-_LOGPROB_BYTES: Bytes = 64
-"""What one reported probability occupies here, about."""
+_LOGPROB_BYTES: Bytes = 256
+"""What one reported probability occupies here, about, apart from its token."""
 
 NUMBER_BYTES: Bytes = 4
 VECTOR_BYTES_MAX: Bytes = NUMBER_BYTES * DIMENSIONS_MAX
@@ -76,7 +76,7 @@ class ShapedDelta(Delta):
 
 
 def _size_of(entry: TokenLogprob) -> Bytes:
-    return sum(_LOGPROB_BYTES + len(other.token) for other in (entry, *entry.top))
+    return sum(_LOGPROB_BYTES + len(other.token) + 8 * len(other.token_bytes or ()) for other in (entry, *entry.top))
 
 
 _WEIGHTIEST_LAST = (FinishReason.STOP, FinishReason.TOOL_CALLS, FinishReason.LENGTH, FinishReason.CONTENT_FILTER)

@@ -28,7 +28,7 @@ from weir.core.endings import FinishReason, Status, ending
 from weir.units import Millis, Tokens
 
 ATTEMPTS_MAX = 2
-_TURNS_OF_TOOLS, _TURNS_PER_TOOL = 32, 4
+_TURNS_OF_TOOLS, _TURNS_PER_TOOL, _TURNS_PER_CALL = 32, 4, 4
 DEADLINE_MS_MAX: Millis = 3_600_000
 """The longest that a caller may ask for, from arrival to the last token."""
 
@@ -51,11 +51,12 @@ class Message:
 
     @property
     def bytes(self) -> int:
-        """UTF-8 bytes of its text."""
-        if not self.tool_calls:
+        """UTF-8 bytes of all its text."""
+        if not self.tool_calls and self.name is None and self.tool_call_id is None:
             return len(self.content.encode())
-        called = sum(len(call.name.encode()) + len(call.arguments.encode()) for call in self.tool_calls)
-        return len(self.content.encode()) + called
+        texts = [self.content, self.tool_call_id or "", self.name or ""]
+        texts += [text for call in self.tool_calls for text in (call.id, call.name, call.arguments)]
+        return sum(len(text.encode()) for text in texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class InferenceRequest:
 
     @property
     def turns(self) -> int:
-        """Number of messages; a plain prompt counts as one, and tools as some: a template writes much around them.
+        """Number of messages; a plain prompt counts as one, tools and calls as some: a template writes much around them.
 
         Of what is embedded, the number of texts: a model puts a few tokens around each.
         """
@@ -109,7 +110,9 @@ class InferenceRequest:
             return len(self.demands.embedding.texts)
         tools = len(self.demands.tools)
         written = _TURNS_OF_TOOLS + _TURNS_PER_TOOL * tools if tools else 0
-        return written + (1 if isinstance(self.prompt, str) else len(self.prompt))
+        if isinstance(self.prompt, str):
+            return written + 1
+        return written + len(self.prompt) + _TURNS_PER_CALL * sum(len(turn.tool_calls) for turn in self.prompt)
 
 
 # ── states ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -22,7 +22,7 @@ from weir.engines.llamacpp_embeddings import refused_texts, wait_texts_done
 from weir.engines.openai_compatible import PROBE_MS, ControlCalls, json_object, whole_number
 from weir.engines.openai_embeddings import EmbeddingRun, embedding_request
 from weir.engines.openai_fields import messages_of, tool_fields
-from weir.engines.openai_stream import FIRST_OUTPUT_MS, IDLE_MS, RefusedRun, StreamedRun, generation_request
+from weir.engines.openai_stream import FIRST_OUTPUT_MS, IDLE_MS, RefusedRun, StreamedRun, generation_request, reader_of
 from weir.messages import ReplicaAddress
 from weir.ports import EngineCall, EngineRun, EngineSink
 from weir.units import Millis, Tokens
@@ -63,7 +63,8 @@ class LlamaCppEngine:
             return RefusedRun(sink, errors.EngineRejected("The model's chat template takes no tools."))
         extra = {"cache_prompt": False, "id_slot": call.lane, "timings_per_token": True, "n": 1}
         confirm = partial(self._wait_slot_idle, call.replica, call.lane)
-        run = StreamedRun(sink, self._first_output_ms, self._idle_ms, confirm, alternatives=call.demands.top_logprobs)
+        chunks = reader_of(call, call.demands.top_logprobs)
+        run = StreamedRun(sink, self._first_output_ms, self._idle_ms, chunks, confirm)
         return run.begin(self._client, generation_request(replace(call, demands=_fitted(call.demands)), extra))
 
     async def count_input(

@@ -98,11 +98,20 @@ def _parts_of(calls: Iterable[_ToolCall]) -> tuple[ToolCallPart, ...]:
 class ChunkReader:
     """The chunks of one stream, in order. choices: how many were asked for; alternatives: to each token, None: all that come.
 
-    fault_of: an error object in mid-stream as a fault. reason: of the last choice that told one; usage: the last whole one.
+    fault_of: an error object in mid-stream as a fault. counts_each_choice: a chunk with one choice tells the count of that one,
+    as vLLM's do, and not that of all. reason: of the last choice that told one; usage: the last whole one.
     tokens: the cumulative count of all choices so far, None where none came.
     """
 
-    def __init__(self, choices: int, alternatives: int | None, fault_of: Callable[[Any], errors.EngineFault]) -> None:
+    def __init__(
+        self,
+        choices: int,
+        alternatives: int | None,
+        fault_of: Callable[[Any], errors.EngineFault],
+        *,
+        counts_each_choice: bool = False,
+    ) -> None:
+        self._counts_each_choice = counts_each_choice and choices > 1
         self._choices = choices
         self._alternatives = alternatives
         self._fault_of = fault_of
@@ -193,13 +202,13 @@ class ChunkReader:
     def _count_of(self, chunk: _Chunk) -> Tokens | None:
         """The cumulative output count, of all choices, that a chunk tells; its usage is noted.
 
-        Of several choices a chunk of vLLM's tells only the count of its own, and the chunk without a choice that of all.
+        Where each choice is counted by itself, the chunk without a choice tells the count of all.
         """
         usage = chunk.usage
         if usage is not None and usage.prompt_tokens is not None and usage.completion_tokens is not None:
-            if self._choices > 1 and chunk.choices:
-                for choice in chunk.choices:
-                    self._tokens_of[choice.index] = max(self._tokens_of.get(choice.index, 0), usage.completion_tokens)
+            if self._counts_each_choice and len(chunk.choices) == 1:
+                index = chunk.choices[0].index
+                self._tokens_of[index] = max(self._tokens_of.get(index, 0), usage.completion_tokens)
                 return sum(self._tokens_of.values())
             self._usage = usage
             return usage.completion_tokens

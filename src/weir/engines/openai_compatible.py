@@ -21,7 +21,7 @@ from weir.engines.http_client import HttpClient
 from weir.engines.http_exchange import UNREADABLE, HttpRequest, HttpResponse
 from weir.engines.openai_embeddings import EmbeddingRun, embedding_request
 from weir.engines.openai_fields import messages_of, tool_fields
-from weir.engines.openai_stream import FIRST_OUTPUT_MS, IDLE_MS, StreamedRun, generation_request
+from weir.engines.openai_stream import FIRST_OUTPUT_MS, IDLE_MS, StreamedRun, generation_request, reader_of
 from weir.messages import ReplicaAddress
 from weir.ports import EngineCall, EngineRun, EngineSink
 from weir.units import Millis, Tokens
@@ -108,7 +108,7 @@ class OpenAICompatibleEngine:
             extra["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         if call.replica.cache_forbidden:
             extra["cache_prompt"] = False
-        run = StreamedRun(sink, self._first_output_ms, self._idle_ms, choices=call.demands.choices)
+        run = StreamedRun(sink, self._first_output_ms, self._idle_ms, reader_of(call))
         return run.begin(self._client, generation_request(call, extra))
 
     async def count_input(

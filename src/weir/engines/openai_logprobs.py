@@ -6,11 +6,14 @@ import msgspec
 
 from weir.core.output import TokenLogprob
 
+_TOKEN_BYTES_MAX = 1_024
+"""No vocabulary has longer tokens."""
+
 
 class _Alternative(msgspec.Struct, gc=False):
     token: str
     logprob: float
-    bytes: list[Annotated[int, msgspec.Meta(ge=0, le=255)]] | None = None
+    bytes: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=255)]], msgspec.Meta(max_length=_TOKEN_BYTES_MAX)] | None = None
 
 
 class _Entry(_Alternative, gc=False):

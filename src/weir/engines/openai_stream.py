@@ -56,13 +56,18 @@ def generation_request(call: EngineCall, extra: dict[str, Any]) -> HttpRequest:
     return HttpRequest("POST", call.replica.url, path, encoded, call.replica.api_key)
 
 
+def reader_of(call: EngineCall, alternatives: int | None = None) -> ChunkReader:
+    """What reads the chunks of a call. alternatives: as `ChunkReader` says."""
+    each = call.replica.continuous_usage
+    return ChunkReader(call.demands.choices, alternatives, _fault_of, counts_each_choice=each)
+
+
 class StreamedRun:
     """One generation over one exchange: an EngineRun, and the receiver of its response.
 
     first_output_ms: bound of silence before its first output, idle_ms: between two; neither counts while paused, and comments
-    and roles are silence too. confirm: how the engine confirms that a cut call runs no longer; None where the closed connection
-    is the confirmation. choices: how many are asked for. alternatives: to each token that are reported at most; None: as many
-    as come.
+    and roles are silence too. chunks: reads what the engine says. confirm: how the engine confirms that a cut call runs no
+    longer; None where the closed connection is the confirmation.
     """
 
     def __init__(
@@ -70,10 +75,8 @@ class StreamedRun:
         sink: EngineSink,
         first_output_ms: Millis,
         idle_ms: Millis,
+        chunks: ChunkReader,
         confirm: ConfirmStop | None = None,
-        *,
-        choices: int = 1,
-        alternatives: int | None = None,
     ) -> None:
         self._sink = sink
         self._confirm = confirm
@@ -82,7 +85,7 @@ class StreamedRun:
         self._decoder = SseDecoder()
         self._status = 0
         self._refusal = b""
-        self._chunks = ChunkReader(choices, alternatives, _fault_of)
+        self._chunks = chunks
         self._had_output = False
         self._paused = False
         self._needs_confirmation = False

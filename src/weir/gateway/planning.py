@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from weir import errors
+from weir.core.demands import LOGPROBS_MAX, Demands
 from weir.core.metering import InputBasis, upper_bound_of_input
 from weir.core.registry.abilities import lacking, makes_something_else
 from weir.core.registry.model import Alias, EngineKind, Revision, WorkloadClass, workload_class_of
@@ -65,7 +66,7 @@ class Planner:
         # Copies of a keyed state: half the cost of a one-shot digest, which also gives the interpreter's lock away each time.
         self._digest_state = hmac.new(digest_key, digestmod=hashlib.sha256)
         self._salt_state = hmac.new(salt_key, digestmod=hashlib.sha256)
-        self._gates: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._gates: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
 
     async def plan(self, principal: Principal, request: InferenceRequest, request_id: str) -> Plan:
         """Pin the revision, count and bound. Raises UnknownAlias, InvalidRequest, UnsupportedField or InputTooLong."""
@@ -76,6 +77,7 @@ class Planner:
         input_tokens = upper_bound_of_input(request.prompt_bytes, request.turns) if counted is None else counted
         workload = workload_class_of(snapshot.workload_classes, principal.service_class, input_tokens)
         max_output = _max_output(request, alias, revision, counted)
+        _refuse_too_many_logprobs(request.demands, max_output)
         deadline_ms = request.deadline_ms or workload.default_deadline_ms
         return Plan(principal, request, request_id, alias, revision, workload, input_tokens, basis, max_output, deadline_ms)
 
@@ -88,17 +90,22 @@ class Planner:
         replica = self._inbox.counting_replica(revision.id, principal.tenant)
         counted = None
         if replica is not None:
-            gate = self._gates.get(replica.name)
-            if gate is None:
-                gate = self._gates[replica.name] = asyncio.Semaphore(COUNTS_AT_ONCE)
+            own, gate = self._gate(("tenant", principal.tenant), 1), self._gate(("replica", replica.name), COUNTS_AT_ONCE)
             try:
-                async with asyncio.timeout(COUNT_MS / 1e3), gate:
+                async with asyncio.timeout(COUNT_MS / 1e3), own, gate:
                     counted = await self._count(replica, revision, request)
             except TimeoutError:
                 pass
         if counted is None:
             return upper_bound_of_input(request.prompt_bytes, request.turns), InputBasis.UPPER_BOUND
         return counted, InputBasis.EXACT
+
+    def _gate(self, name: tuple[str, str], places: int) -> asyncio.Semaphore:
+        """A gate of so many places: one for each tenant, so that none holds all of a replica's."""
+        gate = self._gates.get(name)
+        if gate is None:
+            gate = self._gates[name] = asyncio.Semaphore(places)
+        return gate
 
     def _checked(self, principal: Principal, request: InferenceRequest, request_id: str) -> tuple[Alias, Revision]:
         """The caller's revision, if it serves what is asked for."""
@@ -187,6 +194,16 @@ def _check_kind(request: InferenceRequest, revision: Revision) -> None:
         raise errors.InvalidRequest(
             "This model completes plain text and takes no conversation.",
             members={"field": "input", "accepted": "a string"},
+        )
+
+
+def _refuse_too_many_logprobs(demands: Demands, max_output: Tokens) -> None:
+    """Raises InvalidRequest for more log probabilities than are kept."""
+    reported = 0 if demands.top_logprobs is None else (1 + demands.top_logprobs) * max_output * demands.choices
+    if reported > LOGPROBS_MAX:
+        raise errors.InvalidRequest(
+            "This output may report more log probabilities than are kept.",
+            members={"field": "logprobs", "accepted": f"(1 + alternatives) × output tokens × choices up to {LOGPROBS_MAX}"},
         )
 
 

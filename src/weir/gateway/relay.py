@@ -342,7 +342,10 @@ class Relay:
             self._attempt.pieces += pieces
 
     def _write(self, pieces: list[Delta]) -> None:
+        before = self._client.written
         self._answer.output(pieces)
+        if self._client.written == before:
+            return  # what this surface does not show: the client has seen nothing, and goes on waiting
         self._written_ns = self._parts.clock.monotonic_ns()
         if self._first_written_ns is None:
             self._first_written_ns = self._written_ns

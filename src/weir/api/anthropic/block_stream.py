@@ -35,6 +35,7 @@ class BlockStream:
         self._open: int | None = None
         self._before = b""
         self._arguments: list[str] = []
+        self._looked_at = 0
         self._waiting: dict[int, list[ToolCallPart]] = {}
         self._ended: set[int] = set()
         self.has_calls = False
@@ -71,8 +72,13 @@ class BlockStream:
         return told
 
     def _may_close(self) -> bool:
-        """Whether nothing more can come for the open block."""
-        return self._open is None or self._open == _TEXT or _is_whole("".join(self._arguments))
+        """Whether nothing more can come for the open block; a call is looked at again only once it grew."""
+        if self._open is None or self._open == _TEXT:
+            return True
+        if self._looked_at == len(self._arguments):
+            return False
+        self._looked_at = len(self._arguments)
+        return _is_whole("".join(self._arguments))
 
     def _begin_waiting(self) -> bytes:
         """The first that waits becomes the open block, with everything of it that is here."""
@@ -80,7 +86,7 @@ class BlockStream:
         parts = self._waiting.pop(key)
         self._open = key
         self._number += 1
-        self._arguments = []
+        self._arguments, self._looked_at = [], 0
         self._before = (_BEFORE_TEXT if key == _TEXT else _BEFORE_INPUT) % self._number
         begun = _TEXT_BEGINS % self._number if key == _TEXT else self._call_begins(key, parts)
         return event(b"content_block_start", begun) + b"".join([self._delta(part) for part in parts])

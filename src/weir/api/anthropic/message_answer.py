@@ -27,12 +27,9 @@ from weir.errors import WeirError
 from weir.gateway.client import Accepted, Client
 from weir.messages import GenerationRecord, StandingView
 from weir.ports import Clock
-from weir.units import Nanos, ns_from_ms
 
 SURFACE = "messages"
 _PING = event(b"ping", b'{"type": "ping"}')
-_PING_NS: Nanos = ns_from_ms(10_000)
-"""While a model reasons, which is not shown, a ping this often keeps proxies from giving the stream up."""
 
 
 class MessageAnswer:
@@ -43,7 +40,6 @@ class MessageAnswer:
         self._clock = clock
         self._request_id = request_id
         self._blocks: BlockStream | None = None
-        self._silent_since_ns: Nanos | None = None
 
     # ── a stream ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -68,17 +64,8 @@ class MessageAnswer:
     def output(self, pieces: Sequence[Delta]) -> None:
         """The events of these pieces, in one write."""
         assert self._blocks is not None
-        told = self._blocks.events(pieces)
-        if told:
-            self._silent_since_ns = None
+        if told := self._blocks.events(pieces):
             self.client.write(told)
-            return
-        now_ns = self._clock.monotonic_ns()
-        if self._silent_since_ns is None:
-            self._silent_since_ns = now_ns
-        elif now_ns - self._silent_since_ns >= _PING_NS:
-            self._silent_since_ns = now_ns
-            self.client.write(_PING)
 
     def finish_reason(self, record: GenerationRecord) -> None:
         """The end of the open block; why the message stopped comes with its usage, after the settlement."""

@@ -52,7 +52,7 @@ FIELDS = (
     *LABELS,
     "store",
 )
-MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal")
+MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning_content")
 TEXT_PART_FIELDS = ("type", "text")
 CALL_FIELDS = ("id", "type", "function")
 CALLED_FIELDS = ("name", "arguments")
@@ -212,6 +212,8 @@ def _message(item: Any, where: str) -> Message:
     role = ROLE.get(given) if isinstance(given, str) else None
     if role is None:
         refuse_field(f"{where}.role", ", ".join(ROLE))
+    if fields.has("reasoning_content"):  # it comes back with its turn; models are not told again what they thought
+        checked_text(item["reasoning_content"], f"{where}.reasoning_content")
     if fields.has("refusal"):
         raise errors.UnsupportedField("Refusals are not told again.", members={"field": f"{where}.refusal", "accepted": "null"})
     calls = _calls(fields, role, where)

@@ -104,7 +104,8 @@ class ChunkedAnswer(ABC):
             self._shaped(piece) if isinstance(piece, ShapedDelta) else b"%b%b%b" % (before, encode(piece.text), after)
             for piece in pieces
         ]
-        self.client.write(b"".join(chunks))
+        if told := b"".join(chunks):
+            self.client.write(told)
 
     def _shaped(self, piece: ShapedDelta) -> bytes:
         if piece.finish is None:

@@ -10,7 +10,7 @@ SURFACE = "completions"
 
 
 class CompletionAnswer(ChunkedAnswer):
-    """Answer of completions. Reasoning and tool calls do not occur: no chat template is applied."""
+    """Answer of completions, which have no shape for reasoning and tool calls: what an engine tells of them is not shown."""
 
     whole_object = chunk_object = "text_completion"
     input_name = "prompt"

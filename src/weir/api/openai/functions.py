@@ -90,6 +90,8 @@ def checked_choice(choice: ToolChoice | None, tools: tuple[Tool, ...]) -> ToolCh
     """The same, if these tools allow it. Raises InvalidRequest or ConflictingFields."""
     if choice is None or (choice.mode is ToolMode.NONE and not tools):
         return None
+    if choice.mode is ToolMode.AUTO and tools:
+        return None  # the default, which is the same request
     if not tools:
         refuse_without_tools("tool_choice")
     if choice.mode is ToolMode.NAMED and all(tool.name != choice.name for tool in tools):

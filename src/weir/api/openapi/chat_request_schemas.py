@@ -80,6 +80,7 @@ def message() -> Json:
             text("Which call a tool's message answers, of a tool alone.", shortest=1, longest=CALL_ID_CHARS_MAX)
         ),
         "refusal": {**NULL, "default": None, "description": "Only null: refusals are not told again."},
+        "reasoning_content": optional(text("What a model told of its reasoning, told again: without effect.")),
     }
     said = {"content": {"type": ["string", "array"]}}
     plain = {"role": {"enum": [role for role in ROLE if role not in ("assistant", "tool")]}}

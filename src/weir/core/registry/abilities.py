@@ -18,9 +18,13 @@ GRAMMAR_SCHEMA_BYTES_MAX: Bytes = 32 * 1024
 GRAMMAR_BRANCHES_MAX = 256
 """Values and alternatives in all schemas of a request: a thousand take seconds, five thousand two minutes."""
 
+GRAMMAR_OPTIONAL_MAX = 100
+"""Properties that may be left out, in all schemas of a request: each later one may follow each, so the cost is their square."""
+
 _BRANCHING = ("enum", "anyOf", "oneOf", "allOf", "type")
 _GRAMMAR_ACCEPTED = (
-    f"schemas without pattern, of up to {GRAMMAR_SCHEMA_BYTES_MAX // 1024} KiB and {GRAMMAR_BRANCHES_MAX} alternatives in all"
+    f"schemas without pattern, of up to {GRAMMAR_SCHEMA_BYTES_MAX // 1024} KiB, {GRAMMAR_BRANCHES_MAX} alternatives and "
+    f"{GRAMMAR_OPTIONAL_MAX} optional properties in all"
 )
 _OBJECT_ARGUMENTS = "tool calls whose arguments are a JSON object"
 
@@ -72,8 +76,22 @@ def _is_quick_grammar(demands: Demands) -> bool:
     if sum(len(text.encode()) for text in texts) > GRAMMAR_SCHEMA_BYTES_MAX:
         return False
     nodes = [node for text in texts for node in _objects_in(_decoded(text))]
-    branches = sum(len(node[name]) for node in nodes for name in _BRANCHING if isinstance(node.get(name), list))
-    return branches <= GRAMMAR_BRANCHES_MAX and not any(isinstance(node.get("pattern"), str) for node in nodes)
+    is_small = sum(map(_branches_in, nodes)) <= GRAMMAR_BRANCHES_MAX and sum(map(_optional_in, nodes)) <= GRAMMAR_OPTIONAL_MAX
+    return is_small and not any(isinstance(node.get("pattern"), str) for node in nodes)
+
+
+def _branches_in(node: dict[str, Any]) -> int:
+    """How many values and alternatives it lists."""
+    return sum(len(node[name]) for name in _BRANCHING if isinstance(node.get(name), list))
+
+
+def _optional_in(node: dict[str, Any]) -> int:
+    """How many properties of an object may be left out."""
+    properties, required = node.get("properties"), node.get("required")
+    if not isinstance(properties, dict):
+        return 0
+    needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    return len(properties.keys() - needed)
 
 
 def _objects_in(value: Any) -> Iterator[dict[str, Any]]:
