@@ -101,7 +101,11 @@ def test_the_tutorial_runs_as_it_stands(tmp_path: Path) -> None:
         assert not (tmp_path / "state" / "ready.json").exists()
 
 
-@pytest.mark.parametrize("page", ["README.md", *map(page_of, SURFACES)])
+RUNNABLE = ["README.md", *(page_of(surface) for surface in SURFACES if surface.page != "embeddings.md")]
+"""Embeddings need a model that makes them, which the documented cell has not; their own tests run the official SDK."""
+
+
+@pytest.mark.parametrize("page", RUNNABLE)
 def test_a_page_runs_as_it_stands(cell: RunningCell, tmp_path: Path, page: str) -> None:
     """Protects first impressions: curl, the command line and the official SDK, with address and key from the environment."""
     variables = {"WEIR_API_URL": cell.api, "WEIR_API_KEY": cell.key()}

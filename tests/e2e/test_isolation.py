@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from tests.e2e.conftest import engine_process
@@ -12,6 +12,7 @@ from tests.e2e.ending_stage import Caller, Stage, Surface
 from tests.e2e.engine_tap import EngineTap
 from tests.e2e.running_cell import running_cell
 from tests.e2e.sse_client import bearer, calling
+from tests.e2e.surfaces import ACTIVE
 from tests.isolation_probe import Probe, Send, secret_prompt
 
 from weir.engines.simulated_bodies import SALT_FORBIDDEN, SALT_LENGTH_MAX
@@ -88,7 +89,7 @@ async def test_a_salt_goes_with_every_call_and_tells_nothing(stage: Stage, tap: 
     salts: list[set[str]] = []
     for caller in callers:
         before = len(tap.generations)
-        for surface in get_args(Surface):
+        for surface in ACTIVE:
             await cached(stage, caller, new_prompt(), surface)
         salts.append({asked.fields["cache_salt"] for asked in tap.generations[before:]})
     assert [len(own) for own in salts] == [1, 1, 1] and len(set.union(*salts)) == 3

@@ -146,17 +146,18 @@ async def test_usage_that_arrives_after_a_cancel(stage: Stage, engine: ScriptedE
     assert usage["output_tokens"] == (TOKENS if counts else TOKENS * len(WORD))
 
 
-async def test_more_than_one_choice_is_refused(stage: Stage, engine: ScriptedEngine) -> None:
+async def test_choices_beyond_the_bound_are_refused(stage: Stage, engine: ScriptedEngine) -> None:
     """`n` is named in a clear refusal on both surfaces, nothing runs, and nothing is charged."""
     caller, started = await stage.caller(), engine.started
-    for path, body in (
-        ("/v1/chat/completions", {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "n": 2}),
-        ("/v1/generations", {"model_alias": "assistant", "input": "Hi", "n": 2}),
+    chat = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "n": 17}
+    for path, body, code in (
+        ("/v1/chat/completions", chat, "invalid_request"),
+        ("/v1/generations", {"model_alias": "assistant", "input": "Hi", "n": 2}, "unsupported_field"),
     ):
         async with calling(stage.cell.api, path, body=body, headers=bearer(caller.secret)) as call:
             answer = await call.answer()
         told = answer.json.get("error", answer.json)
-        assert (answer.status, told["code"], told["field"]) == (400, "unsupported_field", "n")
+        assert (answer.status, told["code"], told["field"]) == (400, code, "n")
     one = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "n": 1}
     assert await stage.usage(caller.tenant) == [] and engine.started == started
     served = await ask(stage.cell.api, "/v1/chat/completions", method="POST", key=caller.secret, body=one)

@@ -13,6 +13,7 @@ from tests.e2e.test_node_sdks import check_anthropic, check_openai, needs_node
 pytestmark = pytest.mark.model
 PROMPT = "Name three rivers."
 MOST = 12
+CONFIG = "[coordinator]\nqueue_wait_ms = 60000\n"
 GREEDY = {"temperature": 0}
 """No chance in what is drawn; Anthropic's SDK has no argument for it."""
 TOOL: dict[str, Any] = {
@@ -25,7 +26,7 @@ TOOL: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def real_cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCell]:
     """A cell with the packaged model on llama.cpp."""
-    with running_cell(tmp_path_factory.mktemp("real") / "state", engine=("llamacpp",)) as cell:
+    with running_cell(tmp_path_factory.mktemp("real") / "state", engine=("llamacpp",), config=CONFIG) as cell:
         yield cell
         assert "Traceback" not in cell.tail()
 
