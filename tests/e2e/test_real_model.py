@@ -185,7 +185,7 @@ async def test_no_more_run_than_there_are_slots(stage: Stage) -> None:
             pool = (await stage.admin("GET", "pools"))["pools"][0]
             most_seen = max(most_seen, pool["running"])
             assert pool["running"] <= 2
-    assert most_seen == 2
+    assert 1 <= most_seen <= 2  # on a busy machine one alone keeps the time per output token
     assert {run.result().status for run in runs} <= {"completed", "expired"}
     assert sum(run.result().status == "completed" for run in runs) >= 2
 
