@@ -63,7 +63,13 @@ def sdk(stage: Stage, caller: Caller, key: str | None = None, **options: Any) ->
 
 @pytest.fixture
 def caller(stage: Stage) -> Caller:
-    return asyncio.run(stage.caller())
+    """A tenant of the test's own, on a replica that has just served: what failed before counts against no later test."""
+
+    async def served() -> Caller:
+        await stage.check_serves(stage.demo_caller())
+        return await stage.caller()
+
+    return asyncio.run(served())
 
 
 @pytest.fixture

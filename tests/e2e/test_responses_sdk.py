@@ -57,7 +57,8 @@ def sdk(stage: Stage, caller: Caller, **options: Any) -> openai.OpenAI:
 
 @pytest.fixture
 async def caller(stage: Stage) -> AsyncIterator[Caller]:
-    """A tenant of the test's own; the cell is quiet afterwards."""
+    """A tenant of the test's own, on a replica that has just served; the cell is quiet afterwards."""
+    await stage.check_serves(stage.demo_caller())
     yield await stage.caller()
     await stage.check_quiet()
 

@@ -13,7 +13,7 @@ import msgspec
 from weir import errors
 from weir.api.exchange import HttpExchange
 from weir.api.generations import is_request_id
-from weir.api.wire import Headers, Rendered, id_headers, limit_headers
+from weir.api.wire import Headers, Rendered, id_headers, json_object, limit_headers
 from weir.core.tenancy import Principal
 from weir.gateway.pipeline import Gateway
 from weir.gateway.sign_in import SignIn
@@ -86,6 +86,12 @@ class Door:
         principal = self.sign_in.principal_of(call.credential, self.gateway.inbox.snapshot)
         call.principal = principal
         return principal
+
+    async def keyed_document(self, call: Call) -> tuple[Principal, dict[str, Any]]:
+        """Who asks, and the body, of a surface whose request id is a header. Raises what `authenticate` and the body raise."""
+        call.take_key()
+        principal = self.authenticate(call)
+        return principal, json_object(await call.exchange.body())
 
     async def standing(self, principal: Principal, alias: str = "") -> StandingView:
         """The caller's per-minute limits."""

@@ -56,9 +56,7 @@ class AnthropicSurface:
         return message_refusal(error, now_wall_ms, request_id)
 
     async def _message(self, call: Call) -> None:
-        call.take_key()
-        principal = self._door.authenticate(call)
-        document = json_object(await call.exchange.body())
+        principal, document = await self._door.keyed_document(call)
         request = parse_message(document, call.exchange.headers)
         answer = MessageAnswer(call.exchange, self._door.clock, call.request_id)
         await self._door.gateway.generate(principal, request, answer, message_answer.SURFACE)

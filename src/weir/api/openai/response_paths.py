@@ -8,7 +8,7 @@ from weir.api.openai import responses
 from weir.api.openai.response_shapes import ID_PREFIX, UNKNOWN_SETTINGS, response_object
 from weir.api.openai.responses import ResponseAnswer
 from weir.api.openai.responses_request import parse_response
-from weir.api.wire import Rendered, json_object, openai_error
+from weir.api.wire import Rendered, openai_error
 from weir.messages import GenerationRecord
 
 _PATH = "/v1/responses"
@@ -41,9 +41,7 @@ class ResponsesSurface:
         return openai_error(error, now_wall_ms)
 
     async def _create(self, call: Call) -> None:
-        call.take_key()
-        principal = self._door.authenticate(call)
-        document = json_object(await call.exchange.body())
+        principal, document = await self._door.keyed_document(call)
         request, options = parse_response(document, call.exchange.headers)
         answer = ResponseAnswer(call.exchange, self._door.clock, call.request_id, request, options)
         await self._door.gateway.generate(principal, request, answer, responses.SURFACE)

@@ -9,7 +9,7 @@ from weir.api.openai.completion_request import parse_completion
 from weir.api.openai.completions import CompletionAnswer
 from weir.api.openai.embeddings import EmbeddingsAnswer, parse_embeddings
 from weir.api.openai.shapes import model_object, models_object
-from weir.api.wire import Rendered, json_object, openai_error
+from weir.api.wire import Rendered, openai_error
 
 _MODEL = "/v1/models/"
 
@@ -45,25 +45,19 @@ class OpenAISurface:
         return openai_error(error, now_wall_ms)
 
     async def _chat(self, call: Call) -> None:
-        call.take_key()
-        principal = self._door.authenticate(call)
-        document = json_object(await call.exchange.body())
+        principal, document = await self._door.keyed_document(call)
         request, options = parse_chat(document, call.exchange.headers)
         answer = ChatAnswer(call.exchange, self._door.clock, call.request_id, options)
         await self._door.gateway.generate(principal, request, answer, chat.SURFACE)
 
     async def _complete(self, call: Call) -> None:
-        call.take_key()
-        principal = self._door.authenticate(call)
-        document = json_object(await call.exchange.body())
+        principal, document = await self._door.keyed_document(call)
         request, options = parse_completion(document, call.exchange.headers)
         answer = CompletionAnswer(call.exchange, self._door.clock, call.request_id, options)
         await self._door.gateway.generate(principal, request, answer, completions.SURFACE)
 
     async def _embed(self, call: Call) -> None:
-        call.take_key()
-        principal = self._door.authenticate(call)
-        document = json_object(await call.exchange.body())
+        principal, document = await self._door.keyed_document(call)
         request, encoding = parse_embeddings(document, call.exchange.headers)
         answer = EmbeddingsAnswer(call.exchange, self._door.clock, call.request_id, encoding)
         await self._door.gateway.generate(principal, request, answer, embeddings.SURFACE)
