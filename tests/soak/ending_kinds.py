@@ -306,6 +306,8 @@ KINDS: dict[str, Kind] = {
         40,
         ("deadline_infeasible", "deadline_unmeetable_now", "queue_wait_exceeded"),
     ),
-    "deadline": Kind("deadline", "tenant", steadily(LONG, deadline_ms=150), refusals=("deadline_infeasible",)),
+    "deadline": Kind(
+        "deadline", "tenant", steadily(LONG, deadline_ms=150), refusals=("deadline_infeasible", "deadline_unmeetable_now")
+    ),
     "ledger_unavailable": Kind("ledger_unavailable", "platform", not_booked, IMPATIENT, LANES),
 }

@@ -14,7 +14,9 @@ from tests.e2e.scripted_engine import ScriptedEngine
 from tests.soak.cell_size import FULL, check_books, check_flat, check_store_and_log, size_at_rest
 from tests.soak.ending_kinds import KINDS, SHUTDOWN, Arena, Kind
 
-SIZES = [(0, 16), pytest.param(100, 1_000, marks=FULL)]
+SIZES = [(0, 16), pytest.param(300, 1_000, marks=FULL)]
+"""Warm-up and endings. What is remembered for two minutes is part of a warm cell, about 10 kB an ending."""
+
 DRAINED = """
 [pool]
 concurrency = {lanes}
