@@ -53,6 +53,7 @@
     └── StoreFault
         ├── ArtifactsUnavailable         503 artifacts_unavailable
         ├── LedgerUnavailable            503 ledger_unavailable
+        ├── StreamStoreUnavailable       503 stream_store_unavailable
         ├── StaleEpoch                   (never leaves the process) a newer coordinator writes
         ├── StateLocked                  (never leaves the process) another process owns the state directory
         └── StateUnreadable              (never leaves the process) the state directory is from another version or damaged
@@ -346,6 +347,15 @@ class StaleEpoch(StoreFault):
 
 class StateLocked(StoreFault):
     code, http_status, title = "state_locked", 500, "Another process owns this state directory"
+
+
+class StreamStoreUnavailable(StoreFault):
+    """Waiting a second helps."""
+
+    code, http_status, title = "stream_store_unavailable", 503, "Retained streams cannot be kept or read now"
+
+    def __init__(self, detail: str = "", *, retry_after_ms: int | None = 1_000, **rest: Any) -> None:
+        super().__init__(detail, retry_after_ms=retry_after_ms, **rest)
 
 
 class StateUnreadable(StoreFault):

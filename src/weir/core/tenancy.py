@@ -14,10 +14,16 @@ from typing import TypeAlias
 import msgspec
 
 from weir.core.windows import FormerZone, Zones
+from weir.units import Bytes
 
 KEY_SECRET_BYTES = 32
 KEY_ID_BYTES = 6
 TENANT_WEIGHT_MAX = 1_000
+RETENTION_SECONDS_MAX = 7 * 86_400
+RETENTION_BYTES_MIN: Bytes = 64 * 1024
+RETENTION_BYTES_MAX: Bytes = 2**50
+RESUME_GRACE_SECONDS = 60
+RESUME_GRACE_SECONDS_MAX = 3_600
 _KEY_PREFIX = "weir"
 _KEY_LENGTH = len(_KEY_PREFIX) + 1 + 2 * KEY_ID_BYTES + 1 + 2 * KEY_SECRET_BYTES + 8
 
@@ -40,11 +46,24 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Retention:
+    """How a tenant's streams are kept. seconds: 1 … RETENTION_SECONDS_MAX, after a stream's end.
+
+    bytes: of all of them, as stored, RETENTION_BYTES_MIN … RETENTION_BYTES_MAX. resume_grace_seconds: 1 …
+    RESUME_GRACE_SECONDS_MAX, for which a stream that nobody reads goes on.
+    """
+
+    seconds: int
+    bytes: Bytes
+    resume_grace_seconds: int = RESUME_GRACE_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
 class Tenant:
     """An organisation that owns applications. time_zone: IANA name, used for budget windows; the former ones: those of late.
 
     weight: 1 … TENANT_WEIGHT_MAX; of a busy pool, tenants get service in proportion to theirs. It reserves nothing.
-    leaves_its_pools: whether its work may also go to shared pools where it has dedicated ones.
+    leaves_its_pools: whether its work may also go to shared pools where it has dedicated ones. retention: None keeps nothing.
     """
 
     name: str
@@ -55,6 +74,7 @@ class Tenant:
     former_time_zones: tuple[FormerZone, ...] = ()
     weight: int = 1
     leaves_its_pools: bool = False
+    retention: Retention | None = None
 
     @property
     def zones(self) -> Zones:

@@ -155,6 +155,9 @@ GUIDE: Mapping[type[WeirError], Advice] = {
     errors.NoCapacity: Advice(
         "No replica of the model is ready, or none takes this service class.", _SEND_AGAIN, Wait.ESTIMATE, ("service_class",)
     ),
+    errors.StreamStoreUnavailable: Advice(
+        "Where streams are kept cannot be reached or written now.", "Send it again after `Retry-After`."
+    ),
     errors.ArtifactsUnavailable: Advice("Artifacts cannot be kept or read now.", "Send it again later; look at the disk."),
     errors.LedgerUnavailable: Advice(
         "The ledger cannot be written or read now; the outcome of a write may be unknown.",
