@@ -123,6 +123,7 @@ async def test_a_snapshot_waits_for_no_artifact(stand: Stand) -> None:
 @pytest.mark.parametrize("outcome", ["opened", "refused"])
 async def test_whoever_stops_waiting_leaves_nothing_open(stand: Stand, outcome: str) -> None:
     """Protects descriptors: what is opened after its caller was cancelled is closed again."""
+    others = set(threading.enumerate())  # stores that other tests left open
     await stand.keep()
     before, asked, answer = descriptors(), threading.Event(), threading.Event()
     loop = asyncio.get_running_loop()
@@ -146,8 +147,9 @@ async def test_whoever_stops_waiting_leaves_nothing_open(stand: Stand, outcome: 
         await opening
     answer.set()
     stand.artifacts.close()
-    for thread in [each for each in threading.enumerate() if each.name.startswith("artifacts")]:
+    for thread in [each for each in set(threading.enumerate()) - others if each.name.startswith("artifacts")]:
         await asyncio.to_thread(thread.join, WAIT_S)
+        assert not thread.is_alive()
     await asyncio.sleep(0)
     assert descriptors() == before and not asked.is_set()
 
