@@ -90,6 +90,8 @@ def _load(measure: Measure, gateway: Gateway) -> dict[str, Any]:
     """The generator's own account of one run."""
     command = ["taskset", "-c", str(LOAD_CORE), str(BUILD / "load"), "-p", str(gateway.port), "-m", gateway.model]
     command += ["-u", gateway.path, "-n", str(REQUESTS_MAX), "-T", str(measure.seconds), *measure.load]
+    if gateway.fields:
+        command += ["-B", gateway.fields]
     if gateway.api_key:
         command += ["-k", gateway.api_key]
     ended = subprocess.run(command, capture_output=True, check=True, text=True, timeout=measure.seconds + 30)

@@ -29,11 +29,16 @@ LOAD_CORE, GATEWAY_CORE = 0, 1
 START_S_MAX, STOP_S_MAX, CONTROL_S_MAX = 60, 45, 10
 UPSTREAM_CONNECTIONS = 512
 TENANT, APPLICATION, ALIAS = "bench", "bench", "assistant"
+RETENTION = {"seconds": 1, "bytes": 2**32}
+"""Of streams that ask for it: what is kept is deleted as fast as it is made."""
 
 
 @dataclass(frozen=True)
 class Gateway:
-    """What requests are sent to, and at which path. pid: the process whose tree is measured, None for the engine alone."""
+    """What requests are sent to, and at which path. pid: the process whose tree is measured, None for the engine alone.
+
+    fields: more of a body, as JSON behind a comma; on surfaces that are Weir's own or responses.
+    """
 
     name: str
     port: int
@@ -41,6 +46,7 @@ class Gateway:
     api_key: str | None = None
     pid: int | None = None
     path: str = "/v1/chat/completions"
+    fields: str = ""
 
 
 class Program:
@@ -203,7 +209,7 @@ def _port_of(url: str) -> int:
 
 def _tenant_with_generous_limits(admin_port: int, admin_key: str) -> str:
     """An API key whose limits are all in force and never reached, so that their cost is measured too."""
-    call(admin_port, "POST", "/admin/v1/tenants", {"name": TENANT}, admin_key)
+    call(admin_port, "POST", "/admin/v1/tenants", {"name": TENANT, "retention": RETENTION}, admin_key)
     call(admin_port, "POST", f"/admin/v1/tenants/{TENANT}/applications", {"name": APPLICATION}, admin_key)
     keys = f"/admin/v1/tenants/{TENANT}/applications/{APPLICATION}/keys"
     created = call(admin_port, "POST", keys, {}, admin_key)

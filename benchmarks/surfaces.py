@@ -17,12 +17,15 @@ from benchmarks.programs import ROOT, Gateway, build, run_engine, run_weir
 
 REPEATS = 5
 SURFACES = {
-    "native": "/v1/generations",
-    "chat completions": "/v1/chat/completions",
-    "completions": "/v1/completions",
-    "responses": "/v1/responses",
-    "messages": "/v1/messages",
+    "native": ("/v1/generations", ""),
+    "native, retained": ("/v1/generations", ',"retain":true'),
+    "chat completions": ("/v1/chat/completions", ""),
+    "completions": ("/v1/completions", ""),
+    "responses": ("/v1/responses", ""),
+    "responses, stored": ("/v1/responses", ',"store":true'),
+    "messages": ("/v1/messages", ""),
 }
+"""Paths, and what is asked for beside the usual."""
 _NATIVE = "native"
 _MEASURED = ("closed", "chunks", "burst8")
 
@@ -49,8 +52,8 @@ def _measured(measure: Measure, cell: Gateway, engine_port: int) -> dict[str, li
     """CPU µs of each surface, one for each repeat."""
     costs: dict[str, list[float]] = {name: [] for name in SURFACES}
     for _ in range(REPEATS):
-        for name, path in SURFACES.items():
-            costs[name].append(take(measure, replace(cell, name=name, path=path), engine_port)["cpu_us"])
+        for name, (path, fields) in SURFACES.items():
+            costs[name].append(take(measure, replace(cell, name=name, path=path, fields=fields), engine_port)["cpu_us"])
     return costs
 
 

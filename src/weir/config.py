@@ -53,6 +53,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 }
 """Accepted ranges by key; a key ending in _ms takes 1 ms … 1 day, _bytes 1 byte … 64 GiB, others 1 … 2^31."""
 
+_OF_BUCKETS = ("AWS_", "AZURE_", "GOOGLE_")
+
 _TEXTS = {
     "api_key_file": "a path",
     "certificate_file": "a path",
@@ -62,6 +64,9 @@ _TEXTS = {
     "control_token_file": "a path",
     "vllm_python": "a path",
     "listen": "HOST:PORT",
+    "directory": "a path",
+    "bucket": "a URL of a bucket, such as s3://name/prefix",
+    "key_file": "a path",
     "url": "a PostgreSQL URL",
     "tenant": "a tenant's name",
     "urls": "an array of URLs, each once",
@@ -200,6 +205,16 @@ class LinkConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RetentionConfig:
+    """Where gateways keep the streams of tenants that asked for it; without a place `weir up` takes its state directory."""
+
+    directory: str | None = None  # of every gateway of the cell: what one of them keeps, all must be able to read
+    bucket: str | None = None  # in its place; its credentials come from the environment
+    key_file: str | None = None  # what streams are sealed with; `weir retention rotate-key` makes it
+    sweep_ms: Millis = 10_000  # between looks at what is over: so late it may be deleted
+
+
+@dataclass(frozen=True, slots=True)
 class LogConfig:
     """json: one object per line; false: text for a terminal."""
 
@@ -219,6 +234,7 @@ class WeirConfig:
     issuers: Mapping[str, Issuer] = field(default_factory=dict)
     store: StoreConfig = field(default_factory=StoreConfig)
     link: LinkConfig = field(default_factory=LinkConfig)
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 
@@ -232,6 +248,7 @@ def load_config(path: Path | None) -> WeirConfig:
         raise errors.InvalidRequest(f"{path}: {fault}", members={"field": str(path)}) from fault
     config = _section(WeirConfig, tables, "")
     _check_issuers(config.issuers)
+    _check_retention(config.retention)
     return config
 
 
@@ -336,6 +353,14 @@ def _check_issuers(issuers: Mapping[str, Issuer]) -> None:
                 raise _refuse(f"issuers.{name}.{key}", _text("issuers.", key), "does not fit")
 
 
+def _check_retention(retention: RetentionConfig) -> None:
+    """One place, and keys wherever there is one. Raises InvalidRequest."""
+    if retention.directory is not None and retention.bucket is not None:
+        raise _refuse("retention.bucket", "absent beside directory", "is a second place")
+    if (retention.directory or retention.bucket) and retention.key_file is None:
+        raise _refuse("retention.key_file", _text("retention.key_file", "key_file"), "is missing")
+
+
 def _bounds_of(key: str) -> tuple[float, float]:
     if key in _BOUNDS:
         return _BOUNDS[key]
@@ -366,5 +391,10 @@ def read_api_key(config: EngineConfig) -> str | None:
 
 
 def environment_of_engine() -> dict[str, str]:
-    """The environment that engine processes start with: ours, without anything of Weir's own or of its database's."""
+    """The environment that engine processes start with: that of gateways, without the credentials of any bucket."""
+    return {name: value for name, value in environment_of_gateway().items() if not name.startswith(_OF_BUCKETS)}
+
+
+def environment_of_gateway() -> dict[str, str]:
+    """The environment that gateway processes start with: ours, without anything of Weir's own or of its database's."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("WEIR_", "PG"))}

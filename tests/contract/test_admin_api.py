@@ -35,7 +35,7 @@ async def test_a_tenants_life(stand: Stand) -> None:
     body = {"name": "initech", "time_zone": "Europe/Berlin", "external_allowed": None, "weight": None, "leaves_its_pools": None}
     created = await stand.good("POST", "/admin/v1/tenants", body, 201)
     shape = {"time_zone": "Europe/Berlin", "disabled": False, "revoked": False, "external_allowed": False, "weight": 1}
-    assert created == {"name": "initech", **shape, "leaves_its_pools": False}
+    assert created == {"name": "initech", **shape, "leaves_its_pools": False, "retention": None}
     assert await stand.good("GET", "/admin/v1/tenants/initech") == created
     assert [one["name"] for one in (await stand.good("GET", "/admin/v1/tenants"))["tenants"]] == ["acme", "globex", "initech"]
     changed = await stand.good("PATCH", "/admin/v1/tenants/initech", {"disabled": True, "external_allowed": True, "weight": 3})
@@ -92,7 +92,8 @@ BAD_INPUT: tuple[tuple[str, str, Any, str, str | None], ...] = (
     ("POST", "tenants", {"name": "acme"}, "already_exists", None),
     ("PATCH", "tenants/acme", {"disabled": 1}, "invalid_request", "disabled"),
     ("PATCH", "tenants/acme", {"name": "x"}, "invalid_request", "name"),
-    ("PATCH", "tenants/acme", {"retention": {"seconds": 1, "bytes": 1}}, "unsupported_field", "retention"),
+    ("PATCH", "tenants/acme", {"retention": {"seconds": 1, "bytes": 1}}, "invalid_request", "retention.bytes"),
+    ("DELETE", "tenants/nobody", None, "not_found", None),
     ("PATCH", "tenants/nobody", {"disabled": True}, "not_found", None),
     ("GET", "tenants/nobody", None, "not_found", None),
     ("POST", "tenants/nobody/revoke", None, "not_found", None),
@@ -484,6 +485,6 @@ async def test_the_audit_trail_pages_backwards_in_time(stand: Stand) -> None:
     newest = (await stand.good("GET", "/admin/v1/audit?limit=1"))["entries"]
     assert (newest[0]["subject"], newest[0]["at"]) == ("tenant-2", "2023-11-15T12:00:03.000Z")
     chosen = {"external_allowed": False, "leaves_its_pools": False, "time_zone": "UTC", "weight": 1}
-    assert newest[0]["summary"] == chosen
+    assert newest[0]["summary"] == chosen | {"retention": None}
     earlier = (await stand.good("GET", "/admin/v1/audit", params={"limit": 1, "before": newest[0]["at"]}))["entries"]
     assert earlier[0]["subject"] == "tenant-1"

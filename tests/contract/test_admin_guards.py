@@ -83,6 +83,7 @@ OWNERS: tuple[tuple[str, str, Any], ...] = (
     ("POST", "admin-keys", {"actor": "ann", "role": "viewer"}),
     ("DELETE", "admin-keys/{admin_key}", None),
     ("POST", "tenants/globex/revoke", None),
+    ("DELETE", "tenants/globex", None),
     ("POST", "signing-keys", {"name": "other", "public_key": public_key_of(private_key(2)), "roles": ["model"]}),
     ("DELETE", "signing-keys/build", None),
 )
@@ -233,7 +234,7 @@ async def test_a_wrong_method_names_all_that_the_path_takes(stand: Stand) -> Non
     """Protects the Allow header of a path with several routes."""
     answer = await stand.call("PUT", "/admin/v1/tenants/acme")
     assert (answer.status_code, answer.json()["code"]) == (405, "method_not_allowed")
-    assert answer.json()["allowed"] == ["GET", "PATCH"] and answer.headers["allow"] == "GET, PATCH"
+    assert answer.json()["allowed"] == ["DELETE", "GET", "PATCH"] and answer.headers["allow"] == "DELETE, GET, PATCH"
 
 
 async def test_a_store_that_fails_answers_503_with_a_time_to_come_back(stand: Stand) -> None:

@@ -20,7 +20,19 @@ from weir.core.registry.model import Alias, Canary, EngineKind, Pool, Revision, 
 from weir.core.registry.rollout import OnCanary, Paused, Verified
 from weir.core.registry.rollout_plan import RolloutPlan, Step, Tolerances
 from weir.core.registry.rollout_record import Rollout
-from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Role, Scope, ServiceClass, Tenant
+from weir.core.tenancy import (
+    RETENTION_BYTES_MAX,
+    RETENTION_SECONDS_MAX,
+    AdminKey,
+    ApiKey,
+    Application,
+    Limits,
+    Retention,
+    Role,
+    Scope,
+    ServiceClass,
+    Tenant,
+)
 from weir.core.windows import FormerZone
 from weir.ports import AuditEntry, Catalog, CatalogChange
 from weir.units import INT64_MAX
@@ -30,7 +42,11 @@ FULL = CatalogChange(
     AUDIT,
     tenants=[
         Tenant(
-            "acme", "Europe/Berlin", True, True, True, (FormerZone("UTC", T0_MS), FormerZone("Asia/Tokyo", T0_MS + 1)), 7, True
+            *("acme", "Europe/Berlin", True, True, True, (FormerZone("UTC", T0_MS), FormerZone("Asia/Tokyo", T0_MS + 1))),
+            weight=7,
+            leaves_its_pools=True,
+            retention=Retention(RETENTION_SECONDS_MAX, RETENTION_BYTES_MAX, 1),
+            deleted=True,
         ),
         Tenant("globex"),
     ],
@@ -159,6 +175,7 @@ async def test_what_a_change_makes_of_a_catalog_is_known_without_reading(catalog
         FULL,
         CatalogChange(AUDIT),
         CatalogChange(AUDIT, tenants=[Tenant("acme", "UTC"), Tenant("aaa"), Tenant("zzz")]),
+        CatalogChange(AUDIT, tenants=[Tenant("aaa", retention=Retention(1, 2**16)), Tenant("zzz", revoked=True, deleted=True)]),
         CatalogChange(AUDIT, keys=[replace(FULL.keys[1], revoked=True), ApiKey("0aa", "acme", "all", b"7" * 32)]),
         CatalogChange(AUDIT, limits=[(scope, Limits(concurrency=9)), (Scope("acme", "all"), Limits())]),
         CatalogChange(AUDIT, limits=[(Scope("acme", "all"), Limits(concurrency=1)), (Scope("aaa", alias="x"), Limits(1))]),

@@ -17,7 +17,7 @@ from tests.postgres_server import shared_server
 
 from weir.core.metering import Price
 from weir.core.registry.model import Alias, Canary, Pool, RevisionPrice, RevisionState
-from weir.core.tenancy import ServiceClass, Tenant
+from weir.core.tenancy import Retention, ServiceClass, Tenant
 from weir.core.windows import FormerZone
 from weir.ports import AuditEntry, CatalogChange, ControlStore, LedgerStore, UsageQuery
 from weir.storage import database
@@ -167,6 +167,11 @@ ROWS_OF_THE_FIFTH: list[tuple[str, Mapping[str, Any]]] = [
 ]
 
 
+ROWS_OF_THE_SIXTH: list[tuple[str, Mapping[str, Any]]] = [
+    ("tenant", {**ROWS_OF_THE_THIRD[0][1], "name": "umbrella", "revoked": True, "leaves_its_pools": True}),
+]
+
+
 def _write_as_the_first_schema(connection: Connection) -> None:
     _upgrade(connection, "0001")
     connection.execute(sa.text("UPDATE cell SET epoch = 1, last_seq = 5"))
@@ -189,6 +194,12 @@ def _write_as_the_fifth_schema(connection: Connection) -> None:
     _write_as_the_third_schema(connection)
     _upgrade(connection, "0005")
     _insert(connection, ROWS_OF_THE_FIFTH)
+
+
+def _write_as_the_sixth_schema(connection: Connection) -> None:
+    _write_as_the_fifth_schema(connection)
+    _upgrade(connection, "0006")
+    _insert(connection, ROWS_OF_THE_SIXTH)
 
 
 def _upgrade(connection: Connection, schema: str) -> None:
@@ -298,6 +309,27 @@ async def test_what_served_in_the_fifth_schema_serves_on(opening: Any, tmp_path:
         audit = AuditEntry(T0_MS, "ada", "alias.set", "assistant", "{}")
         await catalog.apply(loaded.version, CatalogChange(audit, aliases=[own]))
         assert (await catalog.load()).aliases == [Alias("assistant", "rev-1", 256), own]
+    finally:
+        await ledger.aclose()
+        await catalog.aclose()
+
+
+@pytest.mark.parametrize("opening", [_sqlite, _postgres])
+async def test_tenants_of_the_sixth_schema_keep_nothing_and_are_not_deleted(opening: Any, tmp_path: Path) -> None:
+    """Protects tenants through an upgrade: nothing of theirs is kept unasked, none is gone, and both can be set."""
+    ledger, catalog = await opening(tmp_path, _write_as_the_sixth_schema)
+    try:
+        umbrella = Tenant("umbrella", revoked=True, weight=7, leaves_its_pools=True)
+        loaded = await catalog.load()
+        assert [tenant.name for tenant in loaded.tenants] == ["acme", "globex", "initech", "umbrella"]
+        assert loaded.tenants[-1] == umbrella
+        assert {(tenant.retention, tenant.deleted) for tenant in loaded.tenants} == {(None, False)}
+        keeping, deleted = replace(loaded.tenants[0], retention=Retention(60, 2**20)), replace(umbrella, deleted=True)
+        audit = AuditEntry(T0_MS, "ada", "tenant.patch", "acme", "{}")
+        await catalog.apply(loaded.version, CatalogChange(audit, [keeping, deleted]))
+        assert (await catalog.load()).tenants == [keeping, *loaded.tenants[1:-1], deleted]
+        report = await ledger.verify()
+        assert report.is_clean and (report.holds, report.open_holds) == (2, 1)
     finally:
         await ledger.aclose()
         await catalog.aclose()

@@ -45,6 +45,9 @@ NO_CLIENTS = (
     "weir ledger verify",
     "weir model keygen",
     "weir model sign",
+    "weir retention keys",
+    "weir retention rotate-key",
+    "weir retention drop-key",
     "weir sim run",
 )
 """Commands that do not ask the management API."""
@@ -104,6 +107,8 @@ def accepts(path: Path, key: str, value: str) -> bool:
     """Whether a configuration with this one key is accepted."""
     section, _, name = key.rpartition(".")
     beside = needed_beside(name) if section == "issuers.NAME" else {}
+    if section == "retention" and name != "key_file":
+        beside = {"key_file": '"keys"'}
     lines = [f"{other} = {usual}" for other, usual in beside.items()]
     path.write_text("\n".join([f"[{section}]", *lines, f"{name} = {value}", ""]), encoding="utf-8")
     try:
@@ -131,7 +136,7 @@ def test_the_documented_range_is_accepted_and_nothing_beyond(tmp_path: Path, row
         assert accepts(path, key, '["batch", "interactive"]')
         assert not any(accepts(path, key, wrong) for wrong in ("[]", "[1]", '"batch"', '["batch", "batch"]'))
         return
-    if row[3] in ("true or false", "a path", "a PostgreSQL URL", "a tenant's name", "HOST:PORT"):
+    if row[3] in ("true or false", "a path", "a PostgreSQL URL", "a bucket's URL", "a tenant's name", "HOST:PORT"):
         assert accepts(path, key, "true" if row[3] == "true or false" else '"file"')
         assert not accepts(path, key, "1")
         return

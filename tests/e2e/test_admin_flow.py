@@ -274,19 +274,25 @@ def test_a_revoked_key_is_refused_and_its_stream_ends(slow_account: Account) -> 
     assert found.status == 200 and found.json["finish_reason"] == "revoked"
 
 
-@pytest.mark.parametrize("what", ["tenants/{tenant}/applications/app", "tenants/{tenant}"])
-def test_revoking_above_the_key_does_the_same(slow_account: Account, what: str) -> None:
-    """Protects that an application's and a tenant's end reach running work, also a whole answer: 403."""
+@pytest.mark.parametrize(
+    ("method", "what"),
+    [("POST", "tenants/{tenant}/applications/app/revoke"), ("POST", "tenants/{tenant}/revoke"), ("DELETE", "tenants/{tenant}")],
+)
+def test_revoking_above_the_key_does_the_same(slow_account: Account, method: str, what: str) -> None:
+    """Protects that an application's and a tenant's end, and its deletion, reach running work, also a whole answer: 403."""
     wire = slow_account.connect()
     body = {"model_alias": "assistant", "input": LONG, "request_id": "whole"}
     stream = slow_account.stream(input=LONG)
     wire.ask("POST", "/v1/generations", key=slow_account.key, body=body)
     stream.read(4)
-    slow_account.admin.done("POST", f"/{what.format(tenant=slow_account.tenant)}/revoke")
+    slow_account.admin.done(method, f"/{what.format(tenant=slow_account.tenant)}")
     refusal(slow_account.generate(), 403, "revoked")
-    assert stream.finish()["finish_reason"] == "revoked"
+    ended = stream.finish()
+    assert ended["finish_reason"] == "revoked"
     reply = wire.reply()
     assert reply.status == 403 and reply.json.get("error", reply.json)["code"] == "revoked"
+    [row] = slow_account.admin.done("GET", f"/usage?tenant={slow_account.tenant}")["rows"]
+    assert row["requests"] == 2 and row["cost_microusd"] >= ended["usage"]["cost_microusd"] > 0
 
 
 def test_a_disabled_tenant_drains_and_comes_back(slow_account: Account) -> None:

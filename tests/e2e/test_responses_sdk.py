@@ -214,16 +214,50 @@ async def test_only_the_owner_finds_a_response(stage: Stage, caller: Caller, cli
 
 
 @pytest.mark.parametrize(
-    ("query", "param"),
-    [({"stream": "true"}, "stream"), ({"starting_after": "3"}, "starting_after"), ({"include[]": "x"}, "include")],
+    ("query", "code", "param"),
+    [
+        ({"stream": "maybe"}, "invalid_request", "stream"),
+        ({"starting_after": "3"}, "conflicting_fields", "starting_after"),
+        ({"include[]": "x"}, "unsupported_field", "include"),
+    ],
 )
-async def test_a_stream_cannot_be_followed_again(client: openai.OpenAI, query: dict[str, str], param: str) -> None:
-    """Protects clients that resume: they are told by name that streams are not kept."""
+async def test_what_cannot_be_asked_of_a_response(client: openai.OpenAI, query: dict[str, str], code: str, param: str) -> None:
+    """Protects clients that resume: what is wrong is told by its name."""
     made = ask(client, Script())
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.retrieve(made.id, extra_query=query)
-    assert (refused.value.code, refused.value.param) == ("unsupported_field", param)
+    assert (refused.value.code, refused.value.param) == (code, param)
     assert client.responses.retrieve(made.id, extra_query={"stream": "false"}).id == made.id
+
+
+async def test_a_stream_that_was_not_kept_cannot_be_followed(client: openai.OpenAI) -> None:
+    """Protects clients that resume: they are told that the stream is not there, and not to try again."""
+    made = ask(client, Script())
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.responses.retrieve(made.id, stream=True)
+    assert (refused.value.status_code, refused.value.code) == (410, "stream_not_retained")
+
+
+async def test_background_work_is_followed_retrieved_and_deleted(stage: Stage, client: openai.OpenAI, caller: Caller) -> None:
+    """Protects agents that come back: a stream is left and taken up again, the answer is read later, and deleted."""
+    await stage.admin("PATCH", f"tenants/{caller.tenant}", {"retention": {"seconds": 60, "bytes": 1_000_000}})
+    script = Script(tokens=20, gap_ms=20)
+
+    def come_back() -> None:
+        stream = client.responses.create(model="assistant", input=script.prompt(), stream=True, background=True)
+        first = [event for event, _ in zip(stream, range(4), strict=False)]
+        stream.close()
+        assert first[0].type == "response.created"
+        made = first[0].response
+        rest = list(client.responses.retrieve(made.id, stream=True, starting_after=first[-1].sequence_number))
+        assert [event.sequence_number for event in first + rest] == list(range(len(first) + len(rest)))
+        assert rest[-1].type == "response.completed" and rest[-1].response.output_text == script.text
+        again = client.responses.retrieve(made.id)
+        assert (again.status, again.output_text, again.background) == ("completed", script.text, True)
+        client.responses.delete(made.id)
+        assert client.responses.retrieve(made.id).output_text == ""
+
+    await asyncio.to_thread(come_back)
 
 
 async def test_a_stream_cancelled_by_id_fails_with_its_reason(stage: Stage, caller: Caller, client: openai.OpenAI) -> None:

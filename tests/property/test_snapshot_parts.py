@@ -21,7 +21,7 @@ from weir.core.registry.snapshot_parts import (
     parts_between,
     whole_parts_between,
 )
-from weir.core.tenancy import ApiKey, Application, Limits, Scope, ServiceClass, Tenant
+from weir.core.tenancy import ApiKey, Application, Limits, Retention, Scope, ServiceClass, Tenant
 from weir.core.windows import FormerZone
 from weir.link.control_messages import decode_control_up
 from weir.link.frames import FRAME_BYTES_MAX, decode_down, encode
@@ -39,6 +39,8 @@ _TENANTS = st.builds(
     disabled=st.booleans(),
     former_time_zones=st.lists(st.builds(FormerZone, _NAMES, _NUMBERS), max_size=2).map(tuple),
     weight=st.integers(1, 1_000),
+    retention=st.none() | st.builds(Retention, _NUMBERS, _NUMBERS, _NUMBERS),
+    deleted=st.booleans(),
 )
 _APPLICATIONS = st.builds(
     Application,

@@ -257,9 +257,13 @@ class Terminal:
         assert (result.status, result.err) == (0, ""), result
         return json.loads(result.out)
 
-    async def run_here(self, *words: str) -> Result:
-        """The command on a thread of this process: as it answers, without the second that a process takes to start."""
-        done = await asyncio.to_thread(CliRunner().invoke, command_line(words), [*words, "--state", str(self.state)])
+    async def run_here(self, *words: str, typed: str = "") -> Result:
+        """The command on a thread of this process: as it answers, without the second that a process takes to start.
+
+        typed: what is on its standard input.
+        """
+        given = [*words, "--state", str(self.state)]
+        done = await asyncio.to_thread(CliRunner().invoke, command_line(words), given, input=typed)
         assert isinstance(done.exception, SystemExit | None), done.exception
         return Result(done.exit_code, done.stdout, done.stderr)
 

@@ -96,7 +96,7 @@ async def test_a_tenants_weight_is_set_shown_and_audited(terminal: Terminal) -> 
     assert [line.split(maxsplit=4)[4].strip() for line in lines] == [
         "external_allowed false → true, time_zone UTC → Asia/Tokyo",
         "weight 1 → 20",
-        "external_allowed false, leaves_its_pools false, time_zone UTC, weight 1,000",
+        "external_allowed false, leaves_its_pools false, retention null, time_zone UTC, weight 1,000",
     ]
     for words in (("create", "x", "--weight", "0"), ("set", "acme", "--weight", "1001")):
         refused = await terminal.run("tenant", *words)
@@ -275,7 +275,7 @@ async def test_who_changed_what_is_listed_newest_first(terminal: Terminal) -> No
             "owner",
             "tenant.create",
             "initech",
-            "external_allowed false, leaves_its_pools false, time_zone Asia/Tokyo, weight 1",
+            "external_allowed false, leaves_its_pools false, retention null, time_zone Asia/Tokyo, weight 1",
         ],
         [at, "owner", "limits.put", subject, "concurrency 3 → none"],
         [at, "owner", "limits.put", subject, "concurrency none → 3, tokens_per_day none → 1,000,000"],

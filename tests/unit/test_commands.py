@@ -21,7 +21,7 @@ from weir.control.snapshots import build_snapshot
 from weir.core.issuers import Issuer, SignInRule
 from weir.core.registry.model import Alias, EngineKind, Pool, Revision
 from weir.core.registry.snapshot import Snapshot
-from weir.core.tenancy import LIMIT_NAMES, Limits, Role, Scope, ServiceClass, digest_of_key
+from weir.core.tenancy import LIMIT_NAMES, Limits, Retention, Role, Scope, ServiceClass, digest_of_key
 from weir.ports import Acknowledgement, Catalog, CatalogChange
 from weir.storage.memory import MemoryCatalog
 from weir.units import INT64_MAX
@@ -104,7 +104,7 @@ async def test_a_created_tenant_is_in_the_snapshot_that_was_published_and_in_the
     [entry] = await desk.commands.audit_trail(10)
     assert (entry.actor, entry.action, entry.subject, entry.at_ms) == ("ann", "tenant.create", "acme", 1_700_000_000_000)
     chosen = {"time_zone": "Europe/Berlin", "external_allowed": True, "weight": 1, "leaves_its_pools": False}
-    assert json.loads(entry.summary) == chosen
+    assert json.loads(entry.summary) == chosen | {"retention": None}
 
 
 @pytest.mark.parametrize("name", ["", "-acme", ".acme", "Acme", "a" * 64, "a b", "acme\n", "ünit", "a/b"])
@@ -164,6 +164,63 @@ async def test_a_weight_is_set_published_and_audited_before_and_after() -> None:
     assert (desk.published[-1].version, desk.published[-1].tenants["acme"].weight) == (version + 1, 3)
     zone, weight, created = (json.loads(entry.summary) for entry in await desk.commands.audit_trail(3))
     assert (zone, weight, created["weight"]) == ({"time_zone": ["UTC", "Asia/Tokyo"]}, {"weight": [1, 3]}, 1_000)
+
+
+async def test_a_retention_is_set_whole_published_ended_and_audited() -> None:
+    """Protects what a tenant is kept for: it is replaced as a whole, other changes leave it, and the trail tells both sides."""
+    desk = await Desk().with_acme()
+    short, long = {"seconds": 60, "bytes": 2**20, "resume_grace_seconds": 5}, {"seconds": 7 * 86_400, "bytes": 2**50}
+    made, _ = await desk.commands.create_tenant("ann", "globex", retention=short)
+    assert made.keeps == desk.published[-1].tenants["globex"].keeps == Retention(60, 2**20, 5)
+    assert (await desk.commands.patch_tenant("ann", "globex", weight=2))[0].retention == made.retention
+    await desk.commands.patch_tenant("ann", "globex", retention=long)
+    assert desk.published[-1].tenants["globex"].keeps == Retention(7 * 86_400, 2**50, 60)
+    version = desk.published[-1].version
+    await desk.commands.patch_tenant("ann", "globex", retention=long)
+    assert desk.published[-1].version == version
+    ending, _ = await desk.commands.patch_tenant("ann", "globex", retention=None)
+    assert ending == desk.published[-1].tenants["globex"] and ending.keeps is None
+    ended, replaced, weight, created = (json.loads(entry.summary) for entry in await desk.commands.audit_trail(4))
+    whole = {**long, "resume_grace_seconds": 60}
+    assert (ended, replaced) == ({"retention": [whole, None]}, {"retention": [short, whole]})
+    assert (weight, created["retention"]) == ({"weight": [1, 2]}, short)
+
+
+async def test_a_deleted_tenant_is_revoked_and_leaves_its_name_behind() -> None:
+    """Protects records and running work: its keys stay known and refused, nothing finds it, and nobody is called so again."""
+    desk = await Desk().with_acme()
+    (_, secret), _ = await desk.commands.create_key("ann", "acme", "assistant")
+    caller = desk.published[-1].authenticate(secret)
+    await desk.commands.patch_tenant("ann", "acme", retention={"seconds": 60, "bytes": 2**20})
+    deleted, _ = await desk.commands.delete_tenant("bob", "acme")
+    assert deleted == desk.published[-1].tenants["acme"]
+    assert (deleted.revoked, deleted.deleted, deleted.retention) == (True, True, None)
+    with pytest.raises(errors.Revoked):
+        desk.published[-1].authenticate(secret)
+    assert desk.published[-1].is_revoked("acme", "assistant", caller.key)
+    [entry] = await desk.commands.audit_trail(1, subject="acme")
+    policy = {"seconds": 60, "bytes": 2**20, "resume_grace_seconds": 60}
+    assert (entry.actor, entry.action) == ("bob", "tenant.delete")
+    assert json.loads(entry.summary) == {"revoked": [False, True], "retention": [policy, None]}
+    for attempt in (
+        desk.commands.delete_tenant("bob", "acme"),
+        desk.commands.revoke_tenant("bob", "acme"),
+        desk.commands.patch_tenant("bob", "acme", disabled=False),
+        desk.commands.create_application("bob", "acme", "other"),
+        desk.commands.create_key("bob", "acme", "assistant"),
+        desk.commands.put_limits("bob", Scope("acme"), {"concurrency": 1}),
+    ):
+        await refused(attempt, errors.NotFound)
+    await refused(desk.commands.create_tenant("bob", "acme"), errors.AlreadyExists)
+
+
+async def test_a_revoked_tenant_can_be_deleted() -> None:
+    """Protects the order of things: what was ended first and forgotten later is forgotten all the same."""
+    desk = await Desk().with_acme()
+    await desk.commands.revoke_tenant("ann", "acme")
+    deleted, _ = await desk.commands.delete_tenant("ann", "acme")
+    assert deleted.revoked and desk.published[-1].tenants["acme"].deleted
+    assert json.loads((await desk.commands.audit_trail(1))[0].summary) == {}
 
 
 async def test_names_are_never_given_twice_even_after_a_revocation() -> None:

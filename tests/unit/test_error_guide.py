@@ -17,6 +17,9 @@ FOLDERS = ("api", "gateway", "coordinator", "control", "core")
 RENAMED = {"reset_ms": "resets_at"}
 """What the edge makes of a member."""
 
+MANAGEMENT_MEMBERS = {"kept", "since", "aliases", "rollouts", "rollout", "adapters", "pool", "missing"}
+"""Of codes that tenants get too, what only the management API says with them."""
+
 
 @dataclass(frozen=True)
 class Raised:
@@ -86,5 +89,5 @@ def test_endings_and_the_management_apis_own_codes_are_apart() -> None:
 def test_every_member_of_the_tenant_api_has_its_schema() -> None:
     """Protects the document's error shapes: a member that a refusal may carry is described, and no other."""
     tenants = [error for error in GUIDE if error not in (*INTERNAL, *MANAGEMENT_ONLY)]
-    said = {name for error in tenants for name in GUIDE[error].members} - {"kept", "since"}  # of the management API's records
+    said = {name for error in tenants for name in GUIDE[error].members} - MANAGEMENT_MEMBERS
     assert set(member_schemas()) == said

@@ -177,13 +177,27 @@ def test_a_field_that_is_not_served_is_refused_by_its_name(name: str) -> None:
     refused(errors.UnsupportedField, name, **{name: "x"})
 
 
-@pytest.mark.parametrize("name", ["store", "background"])
-def test_what_needs_keeping_is_refused(name: str) -> None:
-    """Protects callers that would come back for an answer that is nowhere; the refusal says why."""
-    asked: dict[str, Any] = {name: True}
-    refused(errors.UnsupportedField, name, **asked)
-    with pytest.raises(errors.UnsupportedField, match=r"not (stored|made in the background)"):
-        parsed(**asked)
+@pytest.mark.parametrize(
+    ("asked", "kept_by"),
+    [
+        ({}, None),
+        ({"store": False}, None),
+        ({"store": True}, "store"),
+        ({"background": True}, "background"),
+        ({"background": True, "store": True}, "background"),
+        ({"background": False, "store": True}, "store"),
+    ],
+)
+def test_what_asks_for_keeping(asked: dict[str, Any], kept_by: str | None) -> None:
+    """Protects callers that come back: what runs in the background is stored; nothing is that was not asked for."""
+    _, options = parse_response({"model": "assistant", "input": "x", **asked}, {})
+    assert options.kept_by == kept_by and options.background == (kept_by == "background")
+    assert options.store == (kept_by is not None)
+
+
+def test_background_work_that_is_not_stored_is_refused() -> None:
+    """Protects callers from work whose answer nobody could read."""
+    refused(errors.ConflictingFields, "store", background=True, store=False)
 
 
 UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [

@@ -11,7 +11,9 @@ from weir.core.tenancy import (
     LIMIT_NAMES,
     Application,
     Limits,
+    Retention,
     Scope,
+    Tenant,
     digest_of_key,
     format_key,
     scopes_of,
@@ -60,6 +62,17 @@ def test_a_key_of_another_length_is_not_issued(key_id: str, secret: bytes) -> No
 def test_entitlement_to_an_alias(aliases: frozenset[str] | None, allowed: bool) -> None:
     """Protects entitlement: absent means every alias, an empty set means none."""
     assert Application("acme", "web", aliases=aliases).may_use("assistant") is allowed
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_kept"),
+    [({}, True), ({"disabled": True}, True), ({"revoked": True}, False), ({"revoked": True, "deleted": True}, False)],
+)
+def test_what_is_kept_of_a_tenants_streams_ends_with_the_tenant(changes: dict[str, bool], is_kept: bool) -> None:
+    """Protects what a tenant asked for while it drains, and everybody from what is kept for nobody."""
+    policy = Retention(60, 2**20)
+    assert Tenant("acme", retention=policy, **changes).keeps == (policy if is_kept else None)  # type: ignore[arg-type]
+    assert Tenant("acme", **changes).keeps is None  # type: ignore[arg-type]
 
 
 def test_the_scopes_of_a_request_are_listed_widest_first() -> None:

@@ -13,7 +13,6 @@ from starlette.types import Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 import weir
-from weir import errors
 from weir.api import admin_models, admin_reports, admin_rollouts
 from weir.api.admin_auth import Operator, Owner, Viewer
 from weir.api.admin_bodies import (
@@ -51,6 +50,7 @@ from weir.control.catalog_lookup import (
     limits_matching,
     require_application,
     require_tenant,
+    tenants_of,
 )
 from weir.core.tenancy import ServiceClass
 
@@ -116,18 +116,18 @@ async def create_tenant(body: NewTenant, caller: Operator, parts: Parts) -> JSON
         caller.actor,
         body.name,
         body.time_zone or "UTC",
-        external_allowed=bool(body.external_allowed),
-        weight=1 if body.weight is None else body.weight,
-        leaves_its_pools=bool(body.leaves_its_pools),
+        external_allowed=body.external_allowed,
+        weight=body.weight,
+        leaves_its_pools=body.leaves_its_pools,
+        retention=body.retention,
     )
     return acknowledged(TenantView.model_validate(tenant), done, 201)
 
 
 @router.get("/tenants", response_model=TenantList)
 async def list_tenants(caller: Viewer) -> JSONResponse:
-    """All tenants by name, also disabled and revoked ones."""
-    tenants = sorted(caller.catalog.tenants, key=lambda tenant: tenant.name)
-    return shown(TenantList.model_validate({"tenants": tenants}))
+    """All tenants by name, also disabled and revoked ones, but none that was deleted."""
+    return shown(TenantList.model_validate({"tenants": tenants_of(caller.catalog)}))
 
 
 @router.get("/tenants/{tenant}", response_model=TenantView)
@@ -138,18 +138,9 @@ async def get_tenant(tenant: str, caller: Viewer) -> JSONResponse:
 
 @router.patch("/tenants/{tenant}", response_model=TenantView, responses=PENDING)
 async def patch_tenant(tenant: str, body: TenantPatch, caller: Operator, parts: Parts) -> JSONResponse:
-    """Change the fields that are given; `disabled` drains the tenant and can be taken back."""
-    if body.retention is not None:
-        raise errors.UnsupportedField("retention is not enforced yet.", members={"field": "retention"})
-    changed, done = await parts.commands.patch_tenant(
-        caller.actor,
-        tenant,
-        disabled=body.disabled,
-        time_zone=body.time_zone,
-        external_allowed=body.external_allowed,
-        weight=body.weight,
-        leaves_its_pools=body.leaves_its_pools,
-    )
+    """Change the fields that are given; `disabled` drains the tenant and can be taken back, null ends a retention."""
+    given = body.model_dump(exclude_unset=True)
+    changed, done = await parts.commands.patch_tenant(caller.actor, tenant, **given)
     return acknowledged(TenantView.model_validate(changed), done)
 
 
@@ -158,6 +149,13 @@ async def revoke_tenant(tenant: str, caller: Owner, parts: Parts) -> JSONRespons
     """End a tenant for good and cancel its running work."""
     revoked, done = await parts.commands.revoke_tenant(caller.actor, tenant)
     return acknowledged(TenantView.model_validate(revoked), done)
+
+
+@router.delete("/tenants/{tenant}", response_model=TenantView, responses=PENDING)
+async def delete_tenant(tenant: str, caller: Owner, parts: Parts) -> JSONResponse:
+    """End a tenant for good, cancel its running work, and show it no more; its records stay, and so does its name."""
+    deleted, done = await parts.commands.delete_tenant(caller.actor, tenant)
+    return acknowledged(TenantView.model_validate(deleted), done)
 
 
 # ── applications ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from weir import errors
-from weir.core.tenancy import LIMIT_NAMES, TENANT_WEIGHT_MAX, Role, Scope, ServiceClass
+from weir.control.validation import RETENTION_RANGES
+from weir.core.tenancy import LIMIT_NAMES, RESUME_GRACE_SECONDS, TENANT_WEIGHT_MAX, Role, Scope, ServiceClass
 from weir.units import INT64_MAX, Millis
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -72,27 +73,49 @@ def _whole_number(least: int, most: int) -> dict[str, Any]:
 
 Weight = Annotated[Any, WithJsonSchema(_whole_number(1, TENANT_WEIGHT_MAX))]
 """The command checks type and range in one, so that every refusal names the range."""
+_RETENTION_FIELDS = {
+    name: {"type": "integer", "minimum": least, "maximum": most} for name, (least, most) in RETENTION_RANGES.items()
+}
+_RETENTION_FIELDS["resume_grace_seconds"]["default"] = RESUME_GRACE_SECONDS
+RetentionField = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "properties": _RETENTION_FIELDS,
+                    "required": ["seconds", "bytes"],
+                    "additionalProperties": False,
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+"""Whole, in place of the one before; the command checks it."""
 
 
 class NewTenant(Body):
-    """A tenant to create; time_zone is an IANA name, UTC when absent; weight is 1 when absent."""
+    """A tenant to create; time_zone is an IANA name, UTC when absent; weight is 1 when absent; without retention none."""
 
     name: str
     time_zone: str | None = None
     external_allowed: bool | None = None
     weight: Weight = None
     leaves_its_pools: bool | None = None
+    retention: RetentionField = None
 
 
 class TenantPatch(Body):
-    """Fields of a tenant to change; absent ones stay."""
+    """Fields of a tenant to change; absent ones stay, and a retention of null ends it."""
 
     disabled: bool | None = None
     time_zone: str | None = None
     external_allowed: bool | None = None
     weight: Weight = None
     leaves_its_pools: bool | None = None
-    retention: Any = None
+    retention: RetentionField = None
 
 
 class NewApplication(Body):

@@ -1,6 +1,7 @@
 """The management API's reports: usage, accounts, single generations and why they went so, replicas, pools, the audit trail.
 
-Every route reads and none changes anything. Reports hold figures and names, never what was asked or answered.
+Every route reads and none changes anything. Reports hold figures and names, never what was asked or answered; those of
+a tenant that was deleted stay.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from weir.api.admin_views import (
     shown,
 )
 from weir.api.wire import rfc3339
-from weir.control.catalog_lookup import require_tenant
+from weir.control.catalog_lookup import require_tenant_on_record
 from weir.ports import UsageQuery
 
 ANY_TENANT = "-"
@@ -47,7 +48,7 @@ async def get_usage(
 ) -> Response:
     """Sums over usage rows, by the columns of `group_by` (separated by commas); as JSON, CSV or Parquet."""
     if query.tenant is not None:
-        require_tenant(caller.catalog, query.tenant)
+        require_tenant_on_record(caller.catalog, query.tenant)
     wanted, asked = format_of(query.format, accept), _usage_query(query)
     rows = await parts.ledger.usage(asked)
     form = USAGE_FORMATS[wanted]
@@ -69,7 +70,7 @@ def _usage_query(query: UsageParameters) -> UsageQuery:
 @router.get("/ledger", response_model=LedgerView)
 async def get_ledger(query: Annotated[TenantQuery, Query()], caller: Viewer, parts: Parts) -> JSONResponse:
     """A tenant's limited accounts and its open holds."""
-    require_tenant(caller.catalog, query.tenant)
+    require_tenant_on_record(caller.catalog, query.tenant)
     rows = await parts.cell.accounts(query.tenant)
     accounts = [AccountView.of(row) for row in rows]
     return shown(LedgerView(accounts=accounts, open_holds=await parts.cell.open_holds(query.tenant)))
@@ -78,7 +79,7 @@ async def get_ledger(query: Annotated[TenantQuery, Query()], caller: Viewer, par
 @router.get("/generations/{tenant}/{request_id}", response_model=GenerationView)
 async def get_generation(tenant: str, request_id: str, caller: Viewer, parts: Parts) -> JSONResponse:
     """The latest execution of a tenant's request id; never its text."""
-    require_tenant(caller.catalog, tenant)
+    require_tenant_on_record(caller.catalog, tenant)
     record = await parts.cell.generation(tenant, request_id)
     if record is None:
         raise errors.NotFound(f"Tenant {tenant!r} has no such request.")
@@ -89,7 +90,7 @@ async def get_generation(tenant: str, request_id: str, caller: Viewer, parts: Pa
 async def get_explanation(tenant: str, request_id: str, caller: Viewer, parts: Parts) -> JSONResponse:
     """What happened to a tenant's request id of late, admitted or rejected; tenant `-`: the one that used this id."""
     if tenant != ANY_TENANT:
-        require_tenant(caller.catalog, tenant)
+        require_tenant_on_record(caller.catalog, tenant)
     found = await parts.cell.explanations(request_id, None if tenant == ANY_TENANT else tenant)
     tenants = sorted({timeline["tenant"] for timeline in found.timelines})
     if not tenants:

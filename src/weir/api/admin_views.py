@@ -30,8 +30,16 @@ class Changed(View):
     pending: list[str] | None = None
 
 
+class RetentionView(View):
+    """How a tenant's streams are kept: so long after their end, in so many bytes; so long goes one on that nobody reads."""
+
+    seconds: int
+    bytes: int
+    resume_grace_seconds: int
+
+
 class TenantView(Changed):
-    """A tenant."""
+    """A tenant. retention: null where none is set."""
 
     name: str
     time_zone: str
@@ -40,6 +48,7 @@ class TenantView(Changed):
     external_allowed: bool
     weight: int
     leaves_its_pools: bool
+    retention: RetentionView | None
 
 
 class ApplicationView(Changed):

@@ -72,8 +72,6 @@ def parse_generation(document: Mapping[str, Any]) -> InferenceRequest:
     """A native body. Raises InvalidRequest or UnsupportedField naming the field."""
     fields = Fields(document)
     fields.refuse_unknown(FIELDS)
-    if fields.boolean("retain", default=False):
-        raise errors.UnsupportedField("This tenant keeps no streams.", members={"field": "retain", "accepted": "false"})
     alias = fields.string("model_alias", longest=ALIAS_CHARS_MAX)
     if alias is None:
         refuse_field("model_alias", "the name of a model alias")
@@ -86,6 +84,7 @@ def parse_generation(document: Mapping[str, Any]) -> InferenceRequest:
         sampling=sampling_of(fields, stop_field="stop"),
         session=fields.string("session", longest=SESSION_CHARS_MAX),
         request_id=request_id_of(fields.raw("request_id"), "request_id"),
+        retain=fields.boolean("retain", default=False),
     )
 
 
@@ -212,6 +211,18 @@ def render_record(record: GenerationRecord, text: str | None, standing: Standing
     return Rendered(status, b"application/json", msgspec.json.encode(generation_body(record, text)), headers)
 
 
+def accepted_event(generation_id: str, request_id: str, alias: str, revision: str) -> bytes:
+    """The first event of a stream, number 0."""
+    data = {"id": generation_id, "request_id": request_id, "model_alias": alias, "model_revision": revision}
+    return b"id: 0\nevent: accepted\ndata: %b\n\n" % msgspec.json.encode(data)
+
+
+def done_event(number: int, record: GenerationRecord) -> bytes:
+    """The last event of a stream."""
+    data = {"status": record.status, "finish_reason": record.finish_reason, **terminal_fields(record)}
+    return b"id: %d\nevent: done\ndata: %b\n\n" % (number, msgspec.json.encode(data))
+
+
 class NativeAnswer:
     """Answer of the native surface. request_id: known from the body, or None until the request is admitted."""
 
@@ -227,13 +238,8 @@ class NativeAnswer:
         self._open = True
         headers = [*STREAM_HEADERS, *id_headers(accepted.request_id), *limit_headers(accepted.standing)]
         await self.client.start(200, headers)
-        data = {
-            "id": accepted.generation_id,
-            "request_id": accepted.request_id,
-            "model_alias": accepted.alias,
-            "model_revision": accepted.revision,
-        }
-        self.client.write(self._event(b"accepted", msgspec.json.encode(data)))
+        self.client.write(accepted_event(accepted.generation_id, accepted.request_id, accepted.alias, accepted.revision))
+        self._next_id = 1
 
     def output(self, pieces: Sequence[Delta]) -> None:
         """`output` events, one per text, in one write; a model's reasoning is not shown here."""
@@ -257,8 +263,7 @@ class NativeAnswer:
     async def end(self, record: GenerationRecord, pieces: Sequence[Delta], standing: StandingView) -> None:
         """`done`, or the whole body."""
         if self._open:
-            data = {"status": record.status, "finish_reason": record.finish_reason, **terminal_fields(record)}
-            self.client.write(self._event(b"done", msgspec.json.encode(data)))
+            self.client.write(done_event(self._next_id, record))
             await self.client.finish()
             return
         completed = record.error_code is None
@@ -272,7 +277,3 @@ class NativeAnswer:
         rendered = problem(error, self._clock.wall_ms(), extra)
         await self.client.start(rendered.status, rendered.head([*id_headers(self._request_id), *limit_headers(standing)]))
         await self.client.finish(rendered.body)
-
-    def _event(self, name: bytes, data: bytes) -> bytes:
-        number, self._next_id = self._next_id, self._next_id + 1
-        return b"id: %d\nevent: %b\ndata: %b\n\n" % (number, name, data)

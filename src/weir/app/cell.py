@@ -6,7 +6,7 @@ engines, flush the journal, close the stores, release the state directory. Each 
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from weir import errors
@@ -17,6 +17,7 @@ from weir.app.fronts import Front, FrontParts, LinkedFront, OwnFront
 from weir.app.listeners import Listeners
 from weir.app.process_parts import ProcessParts, Watchdog
 from weir.app.ready_file import Ready, ReadyFiles
+from weir.app.retained_streams import placed
 from weir.app.runtime import settle_garbage_collector, unless_stopped
 from weir.app.servers import QuietServer
 from weir.app.stores import Stores, open_stores
@@ -51,7 +52,9 @@ class Cell:
 
     def __init__(self, options: CellOptions, stores: Stores) -> None:
         self._options = options
-        self._parts = ProcessParts(options.config, stores, SystemClock(), SystemEntropy(), Telemetry(), options.announce)
+        entropy = SystemEntropy()
+        config = replace(options.config, retention=placed(options.config.retention, stores.directory.path, entropy))
+        self._parts = ProcessParts(config, stores, SystemClock(), entropy, Telemetry(), options.announce)
         self._watchdog = Watchdog()
         self._ready_files = ReadyFiles([stores.directory.ready_file, options.ready_file])
         self._ready_files.remove()

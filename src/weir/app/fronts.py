@@ -16,6 +16,7 @@ from weir.app.issuer_documents import IssuerDocuments
 from weir.app.link_sockets import LinkListener, serving_unix
 from weir.app.listeners import Listeners
 from weir.app.process_parts import ProcessParts
+from weir.app.retained_streams import open_retention
 from weir.app.servers import QuietServer
 from weir.config import LinkConfig, StoreConfig
 from weir.coordinator.coordinator import Coordinator
@@ -85,6 +86,7 @@ class OwnFront:
         planner = Planner(self.inbox, engines.of, parts.terms.digest_key, parts.terms.salt_key)
         config = process.config.gateway
         self._gateway = Gateway(process.clock, process.entropy, config, self.inbox, planner, process.telemetry)
+        self._gateway.retained = open_retention(process.config.retention, process.clock, process.entropy, self.inbox)
         link = coordinator.connect(Register(process.new_name("gw")), self.inbox)
         self._gateway.connect(link, engines.of, parts.terms.step_tokens, parts.terms.store_wait_ms)
 
@@ -117,6 +119,8 @@ class OwnFront:
         self._gateway.close()
         await self._sign_in.aclose()
         await self._issuers.aclose()
+        if self._gateway.retained is not None:
+            await self._gateway.retained.aclose()
 
 
 class LinkedFront:

@@ -18,7 +18,7 @@ import structlog
 
 from weir.app.gateway_process import GatewayReady
 from weir.app.servers import bind, url_of
-from weir.config import WeirConfig, environment_of_engine
+from weir.config import WeirConfig, environment_of_gateway
 from weir.units import Millis
 
 _log = structlog.get_logger("weir.cell")
@@ -92,7 +92,7 @@ class GatewayKeeper:
             stdout=PIPE,
             pass_fds=inherited,
             start_new_session=True,
-            env=environment_of_engine(),
+            env=environment_of_gateway(),
         )
 
     async def _listens(self, number: int, process: Process) -> bool:

@@ -16,6 +16,7 @@ from weir.api.tenant_app import TenantApp
 from weir.app.engine_clients import EngineClients
 from weir.app.issuer_documents import IssuerDocuments
 from weir.app.process_parts import Watchdog
+from weir.app.retained_streams import open_retention
 from weir.app.runtime import settle_garbage_collector, unless_stopped
 from weir.app.servers import (
     MetricsServer,
@@ -75,6 +76,7 @@ class GatewayProcess:
         self._inbox = Inbox(self._clock)
         name = f"gw-{self._entropy.token(8).hex()}"
         self._link = GatewayEnd(self._clock, options.connect, options.token, self._inbox, name)
+        self._retained = open_retention(options.config.retention, self._clock, self._entropy, self._inbox)
         self._link.on_lost, self._link.on_renewed = self._inbox.lose, self._inbox.renew
         self._draining = False
         self._refused: errors.LinkFault | None = None
@@ -96,6 +98,8 @@ class GatewayProcess:
             await self._sign_in.aclose()
             await self._issuers.aclose()
             await self._engines.aclose()
+            if self._retained is not None:
+                await self._retained.aclose()
             await asyncio.to_thread(metrics.close)
             for listener in self._options.listeners:
                 listener.close()
@@ -147,6 +151,7 @@ class GatewayProcess:
         planner = Planner(self._inbox, self._engines.of, terms.digest_key, terms.salt_key)
         config = self._options.config.gateway
         gateway = Gateway(self._clock, self._entropy, config, self._inbox, planner, self._telemetry)
+        gateway.retained = self._retained
         gateway.connect(self._link, self._engines.of, terms.step_tokens, terms.store_wait_ms, lambda: self._link.is_heard)
         self._telemetry.read_gauges_from(lambda: self._gauges(gateway))
         return gateway

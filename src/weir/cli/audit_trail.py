@@ -9,7 +9,7 @@ from weir.cli.admin_client import JsonOption, admin_connection
 from weir.cli.http_api import Connection, connected
 from weir.cli.tables import print_json, print_table, thousands
 
-_PAIRS = ("limits.put", "tenant.patch")
+_PAIRS = ("limits.put", "tenant.patch", "tenant.delete")
 """Acts whose entries hold the value before and after the change."""
 
 

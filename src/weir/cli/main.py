@@ -40,6 +40,7 @@ ENTRIES = {
     "alias": Entry("weir.cli.alias", "commands", "Say what model names mean."),
     "pool": Entry("weir.cli.pool", "commands", "Create, change and retire pools of replicas."),
     "rollout": Entry("weir.cli.rollout_acts", "commands", "Move an alias to another revision, step by step."),
+    "retention": Entry("weir.cli.retention_keys", "commands", "List, rotate and drop the keys that seal retained streams."),
     "usage": Entry("weir.cli.usage", "usage", "What was used and what it costs."),
     "explain": Entry("weir.cli.explanation", "explain", "What happened to one request, and why."),
     "ledger": Entry("weir.cli.ledger", "commands", "What is held and spent; check a whole ledger."),

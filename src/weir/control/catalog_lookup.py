@@ -1,6 +1,7 @@
 """Questions about a loaded catalog: does this name exist, what does this scope mean, which limits match.
 
-Pure reading, shared by the commands and the management API. A name that does not exist is NotFound, and says which.
+Pure reading, shared by the commands and the management API. A name that does not exist is NotFound, and says which. A tenant
+that was deleted does not exist any more, nor does what it owned, except for those who ask what is on record.
 """
 
 from collections.abc import Iterable
@@ -18,8 +19,19 @@ T = TypeVar("T")
 
 
 def require_tenant(catalog: Catalog, name: str) -> Tenant:
-    """The tenant of that name. Raises NotFound."""
+    """The tenant of that name. Raises NotFound, also for one that was deleted."""
+    matching = (tenant for tenant in catalog.tenants if tenant.name == name and not tenant.deleted)
+    return _found(matching, f"There is no tenant {name!r}.")
+
+
+def require_tenant_on_record(catalog: Catalog, name: str) -> Tenant:
+    """The tenant of that name, also one that was deleted: its usage and its accounts stay. Raises NotFound."""
     return _found((tenant for tenant in catalog.tenants if tenant.name == name), f"There is no tenant {name!r}.")
+
+
+def tenants_of(catalog: Catalog) -> list[Tenant]:
+    """The tenants by name, also disabled and revoked ones, but none that was deleted."""
+    return sorted((tenant for tenant in catalog.tenants if not tenant.deleted), key=lambda tenant: tenant.name)
 
 
 def require_application(catalog: Catalog, tenant: str, name: str) -> Application:
@@ -119,8 +131,13 @@ def limits_of(catalog: Catalog, scope: Scope) -> Limits:
 
 
 def limits_matching(catalog: Catalog, parts: dict[str, str]) -> list[tuple[Scope, Limits]]:
-    """Entries whose scope has these parts (tenant, application, key, alias), widest first within a tenant."""
-    matching = [(scope, limits) for scope, limits in catalog.limits if parts.items() <= scope.public().items()]
+    """Entries whose scope has these parts (tenant, application, key, alias), widest first within a tenant.
+
+    None of a tenant that was deleted.
+    """
+    deleted = {tenant.name for tenant in catalog.tenants if tenant.deleted}
+    entries = (entry for entry in catalog.limits if entry[0].tenant not in deleted)
+    matching = [(scope, limits) for scope, limits in entries if parts.items() <= scope.public().items()]
     return sorted(matching, key=lambda entry: tuple(part or "" for part in _ordered(entry[0])))
 
 

@@ -10,7 +10,7 @@ This module never sees a request, a token, or a stored secret in clear.
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 from weir import errors
@@ -34,6 +34,7 @@ from weir.control.validation import (
     check_weight,
     checked_aliases,
     checked_limits,
+    checked_retention,
 )
 from weir.core.metering import Price
 from weir.core.registry.snapshot import Snapshot
@@ -42,6 +43,7 @@ from weir.core.tenancy import (
     ApiKey,
     Application,
     Limits,
+    Retention,
     Role,
     Scope,
     ServiceClass,
@@ -64,6 +66,8 @@ T = TypeVar("T")
 Plan: TypeAlias = Callable[[Catalog], tuple[T, CatalogChange | None]]
 Outcome: TypeAlias = tuple[T, Acknowledgement]
 
+_TERMS = ("time_zone", "external_allowed", "weight", "leaves_its_pools", "retention")
+"""What is chosen for a tenant at its creation."""
 _ZONES_MAX = 16
 _ZONE_KEPT_MS: Millis = 40 * 86_400_000
 """A month's budget window, and a time zone's lag."""
@@ -75,14 +79,23 @@ async def _as_it_is(acknowledged: Acknowledgement) -> Acknowledgement:
     return acknowledged
 
 
-class TenantChanges(TypedDict, total=False):
-    """Fields of a tenant to change; None and absent ones stay."""
+class TenantTerms(TypedDict, total=False):
+    """What may be chosen for a tenant; None is the same as absent, except that a retention of None keeps nothing.
 
-    disabled: bool | None
-    time_zone: str | None
+    retention: an object with the fields of RETENTION_RANGES, in place of the one before.
+    """
+
     external_allowed: bool | None
     weight: int | None
     leaves_its_pools: bool | None
+    retention: Mapping[str, object] | None
+
+
+class TenantChanges(TenantTerms, total=False):
+    """Fields of a tenant to change; absent ones stay."""
+
+    disabled: bool | None
+    time_zone: str | None
 
 
 class Commands:
@@ -117,26 +130,12 @@ class Commands:
     # ── tenants ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def create_tenant(
-        self,
-        actor: str,
-        name: str,
-        time_zone: str = "UTC",
-        *,
-        external_allowed: bool = False,
-        weight: int = 1,
-        leaves_its_pools: bool = False,
+        self, actor: str, name: str, time_zone: str = "UTC", **wanted: Unpack[TenantTerms]
     ) -> Outcome[Tenant]:
-        """A new tenant. Raises InvalidRequest for the name, the time zone or the weight, AlreadyExists."""
+        """A new tenant. Raises InvalidRequest for the name, the time zone or a term, AlreadyExists, also after a deletion."""
         check_name("name", name)
-        check_time_zone(time_zone)
-        check_weight(weight)
-        chosen: dict[str, Any] = {
-            "time_zone": time_zone,
-            "external_allowed": external_allowed,
-            "weight": weight,
-            "leaves_its_pools": leaves_its_pools,
-        }
-        tenant = Tenant(name, **chosen)
+        tenant = Tenant(name, **_checked_terms({"time_zone": time_zone, **wanted}))
+        chosen = {term: _told(getattr(tenant, term)) for term in _TERMS}
         entry = self.audit_entry(actor, "tenant.create", name, chosen)
 
         def plan(catalog: Catalog) -> tuple[Tenant, CatalogChange]:
@@ -147,16 +146,12 @@ class Commands:
         return await self.commit(plan)
 
     async def patch_tenant(self, actor: str, name: str, **wanted: Unpack[TenantChanges]) -> Outcome[Tenant]:
-        """Change what is given; None stays. A time zone takes effect at the tenant's next budget windows.
+        """Change what is given; None stays, but ends a retention. A time zone takes effect at the tenant's next budget windows.
 
         The audit trail shows each changed field as [before, after].
-        Raises InvalidRequest for the weight, the time zone, or too many of them within a month, NotFound, Revoked.
+        Raises InvalidRequest for a term, the time zone, or too many of them within a month, NotFound, Revoked.
         """
-        changes: dict[str, Any] = {field: value for field, value in wanted.items() if value is not None}
-        if "time_zone" in changes:
-            check_time_zone(changes["time_zone"])
-        if "weight" in changes:
-            check_weight(changes["weight"])
+        changes = _checked_terms(wanted)
 
         def plan(catalog: Catalog) -> tuple[Tenant, CatalogChange | None]:
             tenant = _unrevoked_tenant(catalog, name)
@@ -185,6 +180,21 @@ class Commands:
             tenant = require_tenant(catalog, name)
             revoked = replace(tenant, revoked=True)
             return revoked, None if tenant.revoked else CatalogChange(entry, tenants=(revoked,))
+
+        return await self.commit(plan)
+
+    async def delete_tenant(self, actor: str, name: str) -> Outcome[Tenant]:
+        """End a tenant for good and show it no more. Raises NotFound, also once it is deleted.
+
+        Its row stays: its keys are refused as revoked, running work is cancelled and settled in its time zone, records keep
+        their name, and nobody gets it again.
+        """
+
+        def plan(catalog: Catalog) -> tuple[Tenant, CatalogChange]:
+            tenant = require_tenant(catalog, name)
+            ended = _changed(tenant, {"revoked": True, "retention": None})
+            deleted = replace(tenant, revoked=True, retention=None, deleted=True)
+            return deleted, CatalogChange(self.audit_entry(actor, "tenant.delete", name, ended), tenants=(deleted,))
 
         return await self.commit(plan)
 
@@ -397,7 +407,24 @@ class Commands:
 
 def _changed(before: Tenant | Limits, changes: Mapping[str, Any]) -> dict[str, list[Any]]:
     """The changes that are any, each as [before, after]."""
-    return {name: [was, now] for name, now in changes.items() if (was := getattr(before, name)) != now}
+    return {name: [_told(was), _told(now)] for name, now in changes.items() if (was := getattr(before, name)) != now}
+
+
+def _told(value: Any) -> Any:
+    """A field as JSON shows it."""
+    return asdict(value) if isinstance(value, Retention) else value
+
+
+def _checked_terms(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a tenant that are given, as it has them. Raises InvalidRequest."""
+    terms = {field: value for field, value in wanted.items() if value is not None}
+    if "time_zone" in terms:
+        check_time_zone(terms["time_zone"])
+    if "weight" in terms:
+        check_weight(terms["weight"])
+    if "retention" in wanted:
+        terms["retention"] = checked_retention(wanted["retention"])
+    return terms
 
 
 def _unrevoked_tenant(catalog: Catalog, name: str) -> Tenant:

@@ -1,4 +1,4 @@
-"""What administrators may set: names, aliases, addresses, time zones, weights, limits and prices, each with its accepted form.
+"""What administrators may set: names, addresses, time zones, weights, retention, limits, prices, each with its accepted form.
 
 Pure. A value that is refused is named with its field and what would be accepted.
 """
@@ -10,7 +10,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from weir import errors
-from weir.core.tenancy import LIMIT_NAMES, TENANT_WEIGHT_MAX
+from weir.core.tenancy import (
+    LIMIT_NAMES,
+    RESUME_GRACE_SECONDS_MAX,
+    RETENTION_BYTES_MAX,
+    RETENTION_BYTES_MIN,
+    RETENTION_SECONDS_MAX,
+    TENANT_WEIGHT_MAX,
+    Retention,
+)
 from weir.units import INT64_MAX
 
 NAME_PATTERN = "[a-z0-9][a-z0-9._-]{0,62}"
@@ -22,6 +30,12 @@ BUILT_IN_ACTORS = (BOOTSTRAP, BOOTSTRAP_APPROVER, ROLLOUT)
 DETAIL_CHARACTERS_MAX = 500
 PRICE_MAX = 1_000_000_000
 """Micro-dollars per million tokens: a thousand dollars, above which a sum could leave the store's integers."""
+RETENTION_RANGES: Mapping[str, tuple[int, int]] = {
+    "seconds": (1, RETENTION_SECONDS_MAX),
+    "bytes": (RETENTION_BYTES_MIN, RETENTION_BYTES_MAX),
+    "resume_grace_seconds": (1, RESUME_GRACE_SECONDS_MAX),
+}
+"""The least and the most of each field of a retention; the last one may be left out."""
 
 
 def check_name(field: str, name: str) -> None:
@@ -85,6 +99,27 @@ def check_weight(value: object) -> None:
     if type(value) is not int or not 1 <= value <= TENANT_WEIGHT_MAX:
         members = {"field": "weight", "accepted": f"an integer 1 … {TENANT_WEIGHT_MAX}"}
         raise errors.InvalidRequest(f"weight must be a whole number from 1 to {TENANT_WEIGHT_MAX}.", members=members)
+
+
+def checked_retention(asked: object) -> Retention | None:
+    """How a tenant's streams are kept, of an object with the fields of RETENTION_RANGES; None for None, which keeps nothing.
+
+    Raises InvalidRequest for anything else, naming the field within it.
+    """
+    if asked is None:
+        return None
+    if not isinstance(asked, Mapping):
+        members = {"field": "retention", "accepted": f"an object with {', '.join(RETENTION_RANGES)}, or null"}
+        raise errors.InvalidRequest("retention must be an object, or null.", members=members)
+    for name in asked:
+        if name not in RETENTION_RANGES:
+            unknown: dict[str, Any] = {"field": f"retention.{name}", "accepted": list(RETENTION_RANGES)}
+            raise errors.InvalidRequest("There is no such field.", members=unknown)
+    chosen: dict[str, Any] = {name: amount for name, amount in asked.items() if amount is not None}
+    for name, (low, high) in RETENTION_RANGES.items():
+        if name in chosen or name != "resume_grace_seconds":
+            check_number(f"retention.{name}", chosen.get(name), low, high)
+    return Retention(**chosen)
 
 
 def checked_aliases(aliases: Sequence[str] | None) -> frozenset[str] | None:

@@ -79,7 +79,7 @@ class InferenceRequest:
     prompt: one string (a plain prompt for base models, one user message for chat models) or a conversation. is_plain: a string
     that a chat model completes too, without its chat template. Texts to embed are in the demands, beside an empty plain prompt.
     max_output_tokens: int ≥ 1 or None for the alias's default. deadline_ms: 1–3,600,000 or None for the class's default.
-    request_id: the caller's idempotency key, or None.
+    request_id: the caller's idempotency key, or None. retain: its events are kept for later readers.
     """
 
     model_alias: str
@@ -92,6 +92,7 @@ class InferenceRequest:
     request_id: str | None = None
     demands: Demands = NO_DEMANDS
     is_plain: bool = False
+    retain: bool = False
 
     @property
     def prompt_bytes(self) -> int:

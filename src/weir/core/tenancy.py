@@ -63,7 +63,8 @@ class Tenant:
     """An organisation that owns applications. time_zone: IANA name, used for budget windows; the former ones: those of late.
 
     weight: 1 … TENANT_WEIGHT_MAX; of a busy pool, tenants get service in proportion to theirs. It reserves nothing.
-    leaves_its_pools: whether its work may also go to shared pools where it has dedicated ones. retention: None keeps nothing.
+    leaves_its_pools: whether its work may also go to shared pools where it has dedicated ones. retention: as it was set; what
+    counts is `keeps`. deleted: shown to nobody any more, and revoked; only its records and its name remain.
     """
 
     name: str
@@ -75,6 +76,12 @@ class Tenant:
     weight: int = 1
     leaves_its_pools: bool = False
     retention: Retention | None = None
+    deleted: bool = False
+
+    @property
+    def keeps(self) -> Retention | None:
+        """How its streams are kept; None keeps nothing, whatever was set before it was revoked."""
+        return None if self.revoked else self.retention
 
     @property
     def zones(self) -> Zones:

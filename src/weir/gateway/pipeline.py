@@ -11,8 +11,8 @@ The coroutine here only walks the phases. What happens inside a phase is `relay`
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeAlias
 
 from weir import errors
 from weir.config import GatewayConfig
@@ -22,8 +22,12 @@ from weir.core.request import InferenceRequest
 from weir.core.tenancy import Principal
 from weir.gateway.client import Accepted, Answer
 from weir.gateway.inbox import LOST_RETRY_MS, Inbox
+from weir.gateway.kept_client import KeptClient
+from weir.gateway.kept_reader import StreamMeta
 from weir.gateway.planning import EngineFor, Ids, Plan, Planner, acquire_of
 from weir.gateway.relay import Relay, RelayParts
+from weir.gateway.retention import RetentionDesk
+from weir.kept_streams import StreamName
 from weir.messages import Admitted, GenerationRecord, Rejected, StandingView
 from weir.ports import Clock, CoordinatorLink, Entropy
 from weir.telemetry import Telemetry
@@ -36,13 +40,20 @@ _STANDING_S = 0.25
 _DRAINING_RETRY_MS: Millis = 1_000
 _ID_BYTES = 12
 
+Replay: TypeAlias = Callable[[GenerationRecord, StandingView], Awaitable[bool]]
+"""Shows what was kept of a generation that has ended; False, and nothing shown, where nothing was."""
+
 
 class Gateway:
-    """A gateway's data plane. Start `run` before the first request; `inbox` must be connected to a coordinator."""
+    """A gateway's data plane. Start `run` before the first request; `inbox` must be connected to a coordinator.
+
+    retained: keeps streams; None where none can be kept.
+    """
 
     def __init__(
         self, clock: Clock, entropy: Entropy, config: GatewayConfig, inbox: Inbox, planner: Planner, telemetry: Telemetry
     ) -> None:
+        self.retained: RetentionDesk | None = None
         self._clock = clock
         self._entropy = entropy
         self._config = config
@@ -86,9 +97,13 @@ class Gateway:
         """Tick the relays and own the gateway's tasks until `close`."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            ticker = tasks.create_task(self._tick_forever())
+            upkeep = [tasks.create_task(self._tick_forever())]
+            if self.retained is not None:
+                self.retained.connect(self._config, self._telemetry, self._spawn)
+                upkeep.append(tasks.create_task(self.retained.sweep_forever()))
             await self._closed.wait()
-            ticker.cancel()
+            for task in upkeep:
+                task.cancel()
 
     def close(self) -> None:
         """Let `run` return once engines confirmed their stops."""
@@ -105,6 +120,8 @@ class Gateway:
                 relay.stop(FinishReason.SHUTDOWN)
             with contextlib.suppress(TimeoutError):  # a client that reads nothing is left
                 await asyncio.wait_for(self._quiet.wait(), self._parts.store_wait_ms / 1e3 + _LAST_WRITES_S)
+        if self.retained is not None:
+            self.retained.close()
 
     @property
     def in_flight(self) -> int:
@@ -113,8 +130,13 @@ class Gateway:
 
     # ── one request ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def generate(self, principal: Principal, request: InferenceRequest, answer: Answer, surface: str) -> None:
-        """Serve one generation to its end; every failure is answered in the surface's shape."""
+    async def generate(
+        self, principal: Principal, request: InferenceRequest, answer: Answer, surface: str, replay: Replay | None = None
+    ) -> None:
+        """Serve one generation to its end; every failure is answered in the surface's shape.
+
+        The client of one that is retained is a KeptClient. replay: answers a request id that has been served.
+        """
         if (closed := self._refusal_of_state()) is not None:
             await self._refuse(closed, answer)
             return
@@ -137,7 +159,7 @@ class Gateway:
         self._quiet.clear()
         answer.client.watch(relay)
         try:
-            await self._serve(relay, plan, answer, surface)
+            await self._serve(relay, plan, answer, surface, replay)
         finally:
             answer.client.watch(None)
             relay.stop(FinishReason.DISCONNECT)
@@ -162,33 +184,58 @@ class Gateway:
             return errors.Draining("This gateway is draining.", retry_after_ms=_DRAINING_RETRY_MS)
         return None
 
-    async def _serve(self, relay: Relay, plan: Plan, answer: Answer, surface: str) -> None:
+    async def _serve(self, relay: Relay, plan: Plan, answer: Answer, surface: str, replay: Replay | None) -> None:
         waited_ns = self._clock.monotonic_ns() - answer.client.read_ns
         if waited_ns >= ns_from_ms(plan.deadline_ms):
             await self._refuse_late(plan, answer, ms_from_ns(waited_ns))
             return
         ids = Ids(relay.ref, plan.request_id, self._new_id("gen"))
         assert self._parts is not None
+        if plan.request.retain and not await self._keep(plan, ids, answer, surface):
+            return
         relay.acquire(acquire_of(plan, ids, self._planner.digest(plan), self._planner.prefix(plan), surface, waited_ns))
         left_s = plan.deadline_ms / 1e3 - waited_ns / 1e9
         deadline = self._parts.loop.call_later(left_s, relay.stop, FinishReason.DEADLINE)
         try:
-            await self._serve_decided(relay, plan, answer, ids)
+            await self._serve_decided(relay, plan, answer, ids, replay)
         finally:
             deadline.cancel()
+            if plan.request.retain and not isinstance(relay.decision, Admitted):
+                await self._drop_kept(plan, ids)
 
-    async def _serve_decided(self, relay: Relay, plan: Plan, answer: Answer, ids: Ids) -> None:
+    async def _keep(self, plan: Plan, ids: Ids, answer: Answer, surface: str) -> bool:
+        """Begin its stream, or refuse."""
+        assert isinstance(answer.client, KeptClient) and self.retained is not None
+        meta = StreamMeta(ids.request_id, surface, self._clock.wall_ms() // 1_000)
+        try:
+            await self.retained.begin(answer.client, StreamName(plan.principal.tenant, ids.generation_id), meta)
+        except errors.WeirError as refusal:
+            self.count_refusal(refusal)
+            await answer.refuse(refusal, await self.standing(plan.principal, plan.alias.name), None)
+            return False
+        return True
+
+    async def _drop_kept(self, plan: Plan, ids: Ids) -> None:
+        """What was not admitted has no stream."""
+        assert self.retained is not None
+        with contextlib.suppress(errors.StreamStoreUnavailable):  # its time runs out in any case
+            await self.retained.delete(plan.principal.tenant, ids.generation_id)
+
+    async def _serve_decided(self, relay: Relay, plan: Plan, answer: Answer, ids: Ids, replay: Replay | None) -> None:
         """Wait for the decision, which may be late, never come, or have to be asked for again, and go on by it."""
         await relay.until(lambda: relay.decision is not None or relay.is_over)
         accepted = None
         if isinstance(relay.decision, Admitted):
             accepted = _accepted(plan, ids, relay.decision)
+            if plan.request.retain and self.retained is not None:
+                await self.retained.admitted(plan.principal.tenant)
             if plan.request.stream:
                 await self._open_stream(relay, answer, accepted)
             await relay.until(lambda: relay.is_over)
         match relay.decision:
             case Rejected() as rejected:
-                await answer.refuse(error_of(rejected), rejected.standing, rejected.generation)
+                if not await _is_replayed(rejected, replay):
+                    await answer.refuse(error_of(rejected), rejected.standing, rejected.generation)
             case Admitted() as admitted:
                 await self._end_admitted(relay, plan, answer, accepted or _accepted(plan, ids, admitted))
             case None if relay.is_lost and not relay.shows_no_answer:
@@ -233,6 +280,8 @@ class Gateway:
         if record is None or (relay.is_lost and not relay.end_booked and not streamed):
             record = _lost_record(relay, accepted)  # a whole answer is shown only once its settlement is durable
         pieces = relay.whole_output() if record.status is Status.COMPLETED else []
+        if isinstance(answer.client, KeptClient):
+            answer.client.expect_end(record, accepted.standing)
         await answer.end(record, pieces, accepted.standing)
 
     async def _refuse(self, refusal: errors.WeirError, answer: Answer) -> None:
@@ -277,6 +326,14 @@ class Gateway:
             now_ns = self._clock.monotonic_ns()
             for relay in list(self._relays):
                 relay.tick(now_ns)
+
+
+async def _is_replayed(rejected: Rejected, replay: Replay | None) -> bool:
+    """Whether an id that has been served was answered with what was kept."""
+    has_ended = rejected.code == errors.OutputNotRetained.code
+    if not has_ended or rejected.generation is None or replay is None:
+        return False
+    return await replay(rejected.generation, rejected.standing)
 
 
 def _accepted(plan: Plan, ids: Ids, admitted: Admitted) -> Accepted:

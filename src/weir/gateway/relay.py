@@ -160,8 +160,8 @@ class Relay:
 
     @property
     def shows_no_answer(self) -> bool:
-        """Whether nobody is there to read one."""
-        return self._client.is_lost or self._cause in _ANSWERLESS
+        """Whether nobody is there to read one, now or later."""
+        return self._client.is_lost or (self._cause in _ANSWERLESS and not self._plan.request.retain)
 
     def open_output(self) -> None:
         """Headers are out: write what waited for them, and from now on as it comes. What ended meanwhile gets no output."""

@@ -171,6 +171,8 @@ TENANT = Table(
     _required("former_time_zones", JSON),
     _required("weight", BigInteger),
     _required("leaves_its_pools", Boolean),
+    Column("retention", JSON(none_as_null=True)),
+    _required("deleted", Boolean),
 )
 
 APPLICATION = Table(

@@ -108,6 +108,8 @@ def settings_of(request: InferenceRequest, options: ResponseOptions) -> dict[str
         "parallel_tool_calls": True if parallel is None else parallel,
         "text": {"format": _form(demands.form)},
         "top_logprobs": demands.top_logprobs or 0,
+        "background": options.background,
+        "store": options.store,
         **options.labels,
     }
 

@@ -37,10 +37,7 @@ from weir.core.request import InferenceRequest, Sampling
 
 LOGPROBS = "message.output_text.logprobs"
 _DEMANDING = ("tools", "tool_choice", "parallel_tool_calls", "text", "include", "top_logprobs")
-_KEEPING = {
-    "store": "Answers are not stored: what was generated is kept nowhere.",
-    "background": "Answers are not made in the background: streams are not kept, so nobody could read them later.",
-}
+_KEEPING = ("store", "background")
 _CHOICE_ACCEPTED = 'none, auto, required, or {"type": "function", "name": …}'
 _FORM_ACCEPTED = "an object of type text, json_object or json_schema"
 
@@ -68,10 +65,20 @@ FIELDS = (
 
 
 class ResponseOptions(msgspec.Struct, frozen=True):
-    """What only this surface needs: what the answer repeats of the request beside the request itself."""
+    """What only this surface needs: what the answer repeats of the request beside the request itself.
+
+    store: the stream is kept. background: it is, and goes on to its end without a reader.
+    """
 
     instructions: str | None = None
     labels: dict[str, Any] = {}
+    store: bool = False
+    background: bool = False
+
+    @property
+    def kept_by(self) -> str | None:
+        """The field that asks for the stream to be kept; None where none does."""
+        return "background" if self.background else "store" if self.store else None
 
 
 def parse_response(document: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> tuple[InferenceRequest, ResponseOptions]:
@@ -79,7 +86,7 @@ def parse_response(document: Mapping[str, Any], headers: Mapping[bytes, bytes]) 
     fields = Fields(document)
     fields.refuse_unknown(FIELDS)
     model = model_of(fields)
-    _refuse_keeping(fields)
+    background, store = _keeping(fields)
     _check_fixed(fields, "service_tier", SERVICE_TIERS)
     _check_fixed(fields, "truncation", ("disabled",))
     check_labels(fields)
@@ -97,14 +104,20 @@ def parse_response(document: Mapping[str, Any], headers: Mapping[bytes, bytes]) 
         request_id=key_of(headers),
         demands=_demands(fields),
     )
-    return request, ResponseOptions(instructions, {name: fields.raw(name) for name in LABELS if fields.has(name)})
+    labels = {name: fields.raw(name) for name in LABELS if fields.has(name)}
+    return request, ResponseOptions(instructions, labels, store, background)
 
 
-def _refuse_keeping(fields: Fields) -> None:
-    """Raises UnsupportedField where the answer is to be kept: the one place that knows that none is."""
-    for name, detail in _KEEPING.items():
-        if fields.boolean(name, default=False):
-            raise errors.UnsupportedField(detail, members={"field": name, "accepted": "false"})
+def _keeping(fields: Fields) -> tuple[bool, bool]:
+    """Whether it runs in the background, and whether its stream is kept. What runs there can only be read later."""
+    background = fields.boolean("background", default=False)
+    store = fields.boolean("store", default=background)
+    if background and not store:
+        raise errors.ConflictingFields(
+            "What runs in the background is read from what is stored.",
+            members={"field": "store", "accepted": "true with background: true"},
+        )
+    return background, store
 
 
 def _check_fixed(fields: Fields, name: str, accepted: tuple[str, ...]) -> None:

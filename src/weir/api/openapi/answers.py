@@ -24,6 +24,12 @@ WITH_KEY: Errors = (errors.Unauthenticated, errors.Forbidden, errors.Revoked, er
 """Of every path that needs a key."""
 LOOKUP: Errors = (errors.NotFound, errors.LedgerUnavailable, errors.CoordinatorLost, *WITH_KEY)
 """Of a path that reads a record."""
+KEPT: Errors = (errors.StreamStoreUnavailable, *LOOKUP)
+"""Of a path that reads what may be kept beside a record."""
+RETAINED: Errors = (errors.StreamNotRetained, *KEPT)
+"""Of a path to a retained stream."""
+FOLLOWED: Errors = (errors.QueueFull, *RETAINED)
+"""Of a path that shows one."""
 ADMISSION: Errors = (
     *WITH_KEY,
     errors.UnsupportedField,

@@ -82,12 +82,12 @@ GUIDE: Mapping[type[WeirError], Advice] = {
     ),
     errors.RequestInFlight: Advice(
         "A request with this id and body is running.",
-        "Wait for it: its record shows how it goes.",
+        "Wait for it: its record shows how it goes, and a retained stream can be followed.",
         Wait.ESTIMATE,
         ("generation",),
     ),
     errors.OutputNotRetained: Advice(
-        "A request with this id and body has ended, and its output was not kept.",
+        "A request with this id and body has ended, and its output was not kept, or not for so long.",
         "Read its record; use a new id to generate again, and to pay again.",
         members=("generation",),
     ),
@@ -101,7 +101,7 @@ GUIDE: Mapping[type[WeirError], Advice] = {
         members=("state", "accepted", "aliases", "rollouts", "rollout", "adapters", "pool", "missing", "limit"),
     ),
     errors.StreamNotRetained: Advice(
-        "The events of this request were not kept.",
+        "The events of this request were not kept, or not for so long, or were deleted.",
         "Read the record; it has everything but the output.",
         members=("generation",),
     ),
@@ -142,7 +142,12 @@ GUIDE: Mapping[type[WeirError], Advice] = {
     errors.EngineError: Advice("The engine failed; nobody of yours pays.", "Send it again if it is marked so."),
     errors.ReplicaLost: Advice("The engine's process was lost; nobody of yours pays.", "Send it again if it is marked so."),
     errors.Stalled: Advice("The engine went silent; nobody of yours pays.", "Send it again if it is marked so."),
-    errors.QueueFull: Advice("As many requests wait as may, or too many bodies arrive.", _SEND_AGAIN, Wait.ESTIMATE),
+    errors.QueueFull: Advice(
+        "As many requests wait as may, too many bodies arrive, too many readers follow retained streams, or those of the tenant"
+        " that run take all of its bytes.",
+        _SEND_AGAIN,
+        Wait.ESTIMATE,
+    ),
     errors.QueueWaitExceeded: Advice(
         "The wait is predicted to be too long, or was; the request cost nothing.", _SEND_AGAIN, Wait.ESTIMATE
     ),
@@ -156,7 +161,9 @@ GUIDE: Mapping[type[WeirError], Advice] = {
         "No replica of the model is ready, or none takes this service class.", _SEND_AGAIN, Wait.ESTIMATE, ("service_class",)
     ),
     errors.StreamStoreUnavailable: Advice(
-        "Where streams are kept cannot be reached or written now.", "Send it again after `Retry-After`."
+        "Where streams are kept cannot be reached or written now, or what it has cannot be opened.",
+        "Send it again after `Retry-After`; if it stays, tell your operator, or do without `retain`.",
+        Wait.ESTIMATE,
     ),
     errors.ArtifactsUnavailable: Advice("Artifacts cannot be kept or read now.", "Send it again later; look at the disk."),
     errors.LedgerUnavailable: Advice(
@@ -190,7 +197,6 @@ INTERNAL = (errors.LinkFault, errors.StaleEpoch, errors.StateLocked, errors.Stat
 
 MANAGEMENT_ONLY = (
     errors.AlreadyExists,
-    errors.NotAllowedNow,
     errors.ArtifactRefused,
     errors.SignatureRefused,
     errors.ArtifactsUnavailable,

@@ -14,6 +14,8 @@ from weir.api.openapi.json_schema import Json, either, flag, listed, number, opt
 from weir.core.request import DEADLINE_MS_MAX
 
 REQUEST_ID_PATTERN = f"^[A-Za-z0-9_.:-]{{1,{REQUEST_ID_CHARS_MAX}}}$"
+EVENT_MAX = 10**18 - 1
+"""The highest number that an event is asked for by: eighteen digits."""
 _HEADER_TEXT = rf"^[!-~](?:[\t -~]{{0,{SESSION_CHARS_MAX - 2}}}[!-~])?$"
 _DEADLINE = "From the request's arrival to its last token, in milliseconds; absent: the workload class's default."
 _SESSION = "A name for a conversation, whose requests keep to one side of a canary; absent: each request stands alone."

@@ -3,8 +3,23 @@
 from weir import errors
 from weir.api import generations
 from weir.api.generations import ALIAS_CHARS_MAX, MESSAGES_MAX, ROLES
-from weir.api.openapi.answers import ADMISSION, LOOKUP, PROBLEM, answer, event, events, native_endings, refusals, together
+from weir.api.openapi.answers import (
+    ADMISSION,
+    FOLLOWED,
+    KEPT,
+    LOOKUP,
+    PROBLEM,
+    RETAINED,
+    Answers,
+    answer,
+    event,
+    events,
+    native_endings,
+    refusals,
+    together,
+)
 from weir.api.openapi.generation_fields import (
+    EVENT_MAX,
     body_of,
     deadline_field,
     header,
@@ -20,9 +35,9 @@ from weir.api.openapi.json_schema import (
     Json,
     answer_object,
     either,
+    flag,
     listed,
     nullable,
-    only,
     optional,
     ref,
     request_object,
@@ -60,9 +75,7 @@ def _request() -> Json:
         "stream": streamed(),
         **sampling_fields(),
         "session": session_field(),
-        "retain": optional(
-            only("Whether the events are kept; only false: no tenant keeps streams yet.", False, "boolean"), False
-        ),
+        "retain": optional(flag("Whether the events are kept, to be read again; only of a tenant that keeps streams."), False),
     }
     return request_object("A generation to make.", fields, ["model_alias", "input"])
 
@@ -99,17 +112,31 @@ def _stream() -> Json:
 
 def _create() -> Json:
     made = answer(
-        "The generation, completed or cancelled by its id; with `stream`, its events.",
+        "The generation, completed or cancelled by its id; with `stream`, its events. The same id and body again is answered"
+        " with what was retained, if it was.",
         {**_RECORD, "text/event-stream": _stream()},
+        headers=("weir-replayed",),
     )
+    links = {**record_links(), **_events_link()}
     return {
         "tags": [_TAG],
         "operationId": "createGeneration",
         "summary": "Generate",
         "description": "Admits the request with its tokens and money held, runs it, and answers whole or as a stream.",
         "requestBody": body_of("GenerationRequest", "What to generate.", _EXAMPLE),
-        "responses": together({"200": {**made, "links": record_links()}}, refusals(PROBLEM, ADMISSION), native_endings()),
+        "responses": together({"200": {**made, "links": links}}, _refused(), native_endings()),
     }
+
+
+def _refused() -> Answers:
+    return refusals(PROBLEM, (*ADMISSION, errors.StreamStoreUnavailable))
+
+
+def _events_link() -> Json:
+    """From a generation to its events."""
+    followed = {"request_id": "$response.header.x-request-id"}
+    described = "Its events, again or for the first time, where it is retained."
+    return {"listGenerationEvents": {"operationId": "listGenerationEvents", "parameters": followed, "description": described}}
 
 
 def _get() -> Json:
@@ -117,9 +144,10 @@ def _get() -> Json:
         "tags": [_TAG],
         "operationId": "getGeneration",
         "summary": "Show the record of a request",
-        "description": "The latest execution of a request id, while it lasts and once it has ended; never its text.",
+        "description": "The latest execution of a request id, while it lasts and once it has ended; its text only where it"
+        " completed and its stream is retained.",
         "parameters": [request_id_in_path()],
-        "responses": together({"200": answer("The record.", _RECORD)}, refusals(PROBLEM, LOOKUP)),
+        "responses": together({"200": answer("The record.", _RECORD)}, refusals(PROBLEM, KEPT)),
     }
 
 
@@ -135,14 +163,31 @@ def _cancel() -> Json:
 
 
 def _events() -> Json:
-    last = {"type": "integer", "minimum": 0}
+    last = {"type": "integer", "minimum": 0, "maximum": EVENT_MAX}
     return {
         "tags": [_TAG],
         "operationId": "listGenerationEvents",
-        "summary": "Show the rest of a retained stream",
-        "description": "Streams are not retained yet: every request of yours answers 410 with its record.",
-        "parameters": [request_id_in_path(), header("Last-Event-ID", "The id of the last event that you have.", last)],
-        "responses": refusals(PROBLEM, (errors.StreamNotRetained, *LOOKUP)),
+        "summary": "Show a retained stream, or the rest of it",
+        "description": "The events behind `Last-Event-ID`, byte by byte as they were sent first, while the generation runs and"
+        " after its end. The id of an event that the stream does not have is refused.",
+        "parameters": [
+            request_id_in_path(),
+            header("Last-Event-ID", "The id of the last event that you have; absent: all events.", last),
+        ],
+        "responses": together(
+            {"200": answer("The events, to the last one.", {"text/event-stream": _stream()})}, refusals(PROBLEM, FOLLOWED)
+        ),
+    }
+
+
+def _delete_events() -> Json:
+    return {
+        "tags": [_TAG],
+        "operationId": "deleteGenerationEvents",
+        "summary": "Delete a retained stream",
+        "description": "No event is kept once it answers; the record stays. What runs is refused: cancel it first.",
+        "parameters": [request_id_in_path()],
+        "responses": together({"200": answer("The record.", _RECORD)}, refusals(PROBLEM, (errors.NotAllowedNow, *RETAINED))),
     }
 
 
@@ -154,7 +199,7 @@ SURFACE = SurfaceDescription(
         "/v1/generations": {"post": _create()},
         "/v1/generations/{request_id}": {"get": _get()},
         "/v1/generations/{request_id}/cancel": {"post": _cancel()},
-        "/v1/generations/{request_id}/events": {"get": _events()},
+        "/v1/generations/{request_id}/events": {"get": _events(), "delete": _delete_events()},
     },
     schemas={
         "GenerationRequest": _request(),

@@ -166,10 +166,10 @@ def chunk_stream(component: str) -> Json:
     )
 
 
-def generation_answers(made: Json) -> tuple[Answers, Answers, Answers]:
-    """What a path that makes generations answers. made: when all is well, perhaps with links of its own."""
+def generation_answers(made: Json, *more: type[errors.WeirError]) -> tuple[Answers, Answers, Answers]:
+    """What a path that makes generations answers. made: when all is well, perhaps with links; more: errors of its own."""
     return (
         {"200": {**made, "links": {**record_links(), **made.get("links", {})}}},
-        refusals(OPENAI, (*ADMISSION, errors.ConflictingFields, *ENDED)),
+        refusals(OPENAI, (*ADMISSION, errors.ConflictingFields, *more, *ENDED)),
         refusals(PROBLEM, CONNECTION),
     )

@@ -122,7 +122,9 @@ def response() -> Json:
         "incomplete_details": nullable(answer_object("Why it is incomplete.", cut, list(cut))),
         "model": text("The alias that was asked for."),
         "model_revision": text("The revision that answers."),
-        "output": listed("Its items, in the order in which they began; none in a retrieved one.", _any_item()),
+        "output": listed(
+            "Its items, in the order in which they began; none in a retrieved one that is not stored.", _any_item()
+        ),
         "usage": nullable({"anyOf": [ref("ResponseUsage")], "description": "Null until it ended."}),
         **_settings(),
     }
@@ -146,14 +148,24 @@ def _settings() -> dict[str, Json]:
         "text": answer_object("Options of the text.", text_options, list(text_options)),
         "top_logprobs": whole("Alternatives to each token."),
         "metadata": {"type": "object", "description": "Your labels.", "additionalProperties": {"type": "string"}},
-        "background": only("Always false.", False, "boolean"),
+        "background": flag("Whether it is made in the background."),
         "max_tool_calls": unserved,
         "previous_response_id": unserved,
         "reasoning": unserved,
         "service_tier": only("Always default.", "default", "string"),
-        "store": only("Always false.", False, "boolean"),
+        "store": flag("Whether its events are kept."),
         "truncation": only("Always disabled.", "disabled", "string"),
     }
+
+
+def deleted() -> Json:
+    """What is said of a response whose events were deleted."""
+    fields = {
+        "id": text("The response's id.", pattern=ID_PATTERN),
+        "object": only("What this is of.", "response", "string"),
+        "deleted": only("Nothing of it is stored.", True, "boolean"),
+    }
+    return answer_object("A response that is not stored any more.", fields, list(fields))
 
 
 def _tool() -> Json:

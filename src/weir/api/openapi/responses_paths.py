@@ -1,11 +1,23 @@
-"""OpenAI's responses as Weir serves them: create, retrieve, cancel; OpenAI's shapes with Weir's codes."""
+"""OpenAI's responses as Weir serves them: create, retrieve, follow, cancel, delete; OpenAI's shapes with Weir's codes."""
 
 from weir import errors
 from weir.api.openai import response_input, responses_request
 from weir.api.openapi import responses_answer_schemas as answered
 from weir.api.openapi import responses_request_schemas as asked
-from weir.api.openapi.answers import CONNECTION, LOOKUP, OPENAI, PROBLEM, answer, refusals, together
-from weir.api.openapi.generation_fields import body_of, weir_headers
+from weir.api.openapi.answers import (
+    CONNECTION,
+    FOLLOWED,
+    KEPT,
+    OPENAI,
+    PROBLEM,
+    RETAINED,
+    Answers,
+    Errors,
+    answer,
+    refusals,
+    together,
+)
+from weir.api.openapi.generation_fields import EVENT_MAX, body_of, weir_headers
 from weir.api.openapi.json_schema import Json, ref
 from weir.api.openapi.openai_parts import generation_answers
 from weir.api.openapi.surface_description import SurfaceDescription
@@ -27,15 +39,20 @@ def _links() -> Json:
 
 def _create() -> Json:
     content = {**_STATE, "text/event-stream": answered.stream()}
-    made = {**answer("The response; with `stream`, its events.", content), "links": _links()}
+    described = (
+        "The response; with `stream`, its events; with `background` and without `stream`, the response as it begins. The same"
+        " key and body again is answered with what was stored, if it was."
+    )
+    made = {**answer(described, content, headers=("weir-replayed",)), "links": _links()}
     return {
         "tags": [_TAG],
         "operationId": "createResponse",
         "summary": "Make a response",
-        "description": "OpenAI's response; it is not stored. A field that is not described here is refused by name.",
+        "description": "OpenAI's response; stored only where that is asked for. A field that is not described here is refused"
+        " by name.",
         "parameters": weir_headers(),
         "requestBody": body_of("ResponseRequest", "What to answer.", _EXAMPLE),
-        "responses": together(*generation_answers(made)),
+        "responses": together(*generation_answers(made, errors.StreamStoreUnavailable)),
     }
 
 
@@ -49,26 +66,47 @@ def _id_in_path() -> Json:
     }
 
 
+def _query(name: str, description: str, schema: Json) -> Json:
+    return {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
+
+
+def _refused(tree: Errors) -> Answers:
+    return together(refusals(OPENAI, tree), refusals(PROBLEM, CONNECTION))
+
+
 def _get() -> Json:
-    stream = {
-        "name": "stream",
-        "in": "query",
-        "required": False,
-        "description": "Only false: streams are not kept, and cannot be followed again.",
-        "schema": {"type": "boolean", "enum": [False], "default": False},
-    }
+    unpadded = {"type": "boolean", "enum": [False], "default": False}
+    after = {"type": "integer", "minimum": 0, "maximum": EVENT_MAX}
+    content = {**_STATE, "text/event-stream": answered.stream()}
     return {
         "tags": [_TAG],
         "operationId": "getResponse",
-        "summary": "Show the state of a response",
-        "description": "The latest execution, while it lasts and once it has ended; never its text. Any other query is refused"
-        " by name.",
-        "parameters": [_id_in_path(), stream],
+        "summary": "Show a response, or follow it",
+        "description": "The latest execution, while it lasts and once it has ended: as it was answered where it is stored, else"
+        " its state without text. With `stream`, its stored events, byte by byte as they were sent first. Any other query is"
+        " refused by name.",
+        "parameters": [
+            _id_in_path(),
+            _query("stream", "Whether to show its events; only of a stored one.", {"type": "boolean", "default": False}),
+            _query("starting_after", "The number of the last event that you have; only with `stream=true`.", after),
+            _query("include_obfuscation", "Whether events are padded; only false.", unpadded),
+        ],
         "responses": together(
-            {"200": answer("Its state.", _STATE)},
-            refusals(OPENAI, (errors.UnsupportedField, *LOOKUP)),
-            refusals(PROBLEM, CONNECTION),
+            {"200": answer("The response; with `stream`, its events, to the last one.", content)},
+            _refused((errors.UnsupportedField, errors.ConflictingFields, *FOLLOWED)),
         ),
+    }
+
+
+def _delete() -> Json:
+    content = {"application/json": {"schema": ref("ResponseDeleted")}}
+    return {
+        "tags": [_TAG],
+        "operationId": "deleteResponse",
+        "summary": "Delete what is stored of a response",
+        "description": "Nothing of its events is kept once it answers; its state stays. What runs is refused: cancel it first.",
+        "parameters": [_id_in_path()],
+        "responses": together({"200": answer("It is deleted.", content)}, _refused((errors.NotAllowedNow, *RETAINED))),
     }
 
 
@@ -79,9 +117,7 @@ def _cancel() -> Json:
         "summary": "Cancel a response",
         "description": "Answers once it is terminal; one that has ended answers its state unchanged.",
         "parameters": [_id_in_path()],
-        "responses": together(
-            {"200": answer("Its terminal state.", _STATE)}, refusals(OPENAI, LOOKUP), refusals(PROBLEM, CONNECTION)
-        ),
+        "responses": together({"200": answer("Its terminal state.", _STATE)}, _refused(KEPT)),
     }
 
 
@@ -91,7 +127,7 @@ SURFACE = SurfaceDescription(
     page="openai-responses.md",
     paths={
         "/v1/responses": {"post": _create()},
-        "/v1/responses/{response_id}": {"get": _get()},
+        "/v1/responses/{response_id}": {"get": _get(), "delete": _delete()},
         "/v1/responses/{response_id}/cancel": {"post": _cancel()},
     },
     schemas={
@@ -107,6 +143,7 @@ SURFACE = SurfaceDescription(
         "ResponseText": asked.text_options(),
         "ResponseForm": asked.form(),
         "Response": answered.response(),
+        "ResponseDeleted": answered.deleted(),
         "ResponseMessage": answered.message(),
         "ResponseReasoning": answered.reasoning(),
         "ResponseCall": answered.call(),

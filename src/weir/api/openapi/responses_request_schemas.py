@@ -60,9 +60,12 @@ def request() -> Json:
         "metadata": metadata_field(),
         "service_tier": optional(words("A label without effect.", SERVICE_TIERS)),
         "truncation": optional(only("An input that is too long is refused, never cut.", "disabled", "string"), "disabled"),
-        "store": optional(only("Whether the response is stored; only false.", False, "boolean"), False),
-        "background": optional(only("Whether it is made in the background; only false.", False, "boolean"), False),
+        "store": optional(flag("Whether its events are kept; only of a tenant that keeps streams. Absent: as `background`.")),
+        "background": optional(
+            flag("Whether it is answered as it begins and goes on without a reader; it is stored then."), default=False
+        ),
     }
+    in_background: Json = {"required": ["background"], "properties": {"background": {"const": True}}}
     chosen: Json = {"tool_choice": {"not": {"enum": [None, ToolMode.NONE.value]}}}
     return {
         **request_object("A response to make.", fields, ["model", "input"]),
@@ -70,6 +73,7 @@ def request() -> Json:
             STREAMS_ONLY,
             needs("parallel_tool_calls", ANY_TOOL),
             needs("top_logprobs", {"include": {"type": "array", "minItems": 1}}),
+            {"if": in_background, "then": {"properties": {"store": {"enum": [True, None]}}}},
             {
                 "if": {"required": ["tool_choice"], "properties": chosen},
                 "then": {"required": ["tools"], "properties": ANY_TOOL},

@@ -79,6 +79,7 @@ HEADERS: dict[str, Json] = {
     "Allow": _header(text("The methods that this path takes."), required=True),
     "ETag": _header(text("Names this version of the document."), required=True),
     "Cache-Control": _header(text("How long the answer may be kept."), required=True),
+    "weir-replayed": _header(words("`true` where this was shown before, and is shown again from what was kept.", ("true",))),
 }
 
 
@@ -114,6 +115,7 @@ def member_schemas() -> dict[str, Json]:
         "resets_at": {**text("When the bucket is unused again, or the window ends (RFC 3339)."), "format": "date-time"},
         "service_class": words("The caller's service class, which no pool of the model takes.", ServiceClass),
         "allowed": listed("The methods that the path takes.", {"type": "string"}),
+        "state": words("The state of what this is about.", Status),
         "generation": ref("Generation"),
     }
 
@@ -203,7 +205,7 @@ def _generation() -> Json:
         "model_revision": text("The revision that answers: a name, `@` and the beginning of a digest."),
         "status": words("How far it is, or how it ended.", Status),
         "finish_reason": nullable(words("Why it ended; null while it lasts.", FinishReason)),
-        "output": text("The whole text; only in the answer to the request itself, when it completed."),
+        "output": text("The whole text, when it completed: in the answer to the request itself, and where its stream is kept."),
         **ended_fields(),
     }
     return answer_object("A generation: its record, and its output where that is shown.", fields, list(fields)[:6])

@@ -1,0 +1,259 @@
+"""Reading a retained stream: its events from any one on, as they were delivered, while it runs and after.
+
+An event's number is its place in the stream, which is also what its surface calls it. Readers in the process that makes a
+stream are woken by it (`Wakes`); others ask its store again and again. What a dead gateway left without an end gets one from
+the record, once, and then that is the stream's end for everybody.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from weir import errors
+from weir.gateway.client import Client
+from weir.gateway.sealing import StreamSeal
+from weir.kept_streams import StreamName, StreamStore
+from weir.messages import GenerationRecord
+from weir.ports import Clock, Entropy
+from weir.units import Bytes, Millis, Nanos, ns_from_ms
+
+EVENT_END = b"\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+OWNER_ENDS_MS: Millis = 3_000
+"""For so long after a record is terminal its gateway may still be about to write the end; later it is taken for dead."""
+READERS_MAX = 512
+READERS_PER_TENANT_MAX = 128
+"""Of one gateway, at the same time: each asks the store some times a second."""
+_RECORD_EVERY_MS: Millis = 1_000
+_RETRY_MS: Millis = 1_000
+_POLLS_SLOWEST = 8
+"""A reader that is woken by nobody asks ever less often, to so many times the store's interval, until there is more."""
+_DRAIN_POLL_S = 0.05
+
+
+class StreamMeta(msgspec.Struct, frozen=True):
+    """What a stream's head says, sealed. created_s: wall time at which its answer began."""
+
+    request_id: str
+    surface: str
+    created_s: int
+
+
+class StreamShape(Protocol):
+    """How a surface's events look, as far as keeping them needs it."""
+
+    def closing(self, record: GenerationRecord, first: bytes, number: int) -> bytes:
+        """The last events of an ended generation that its gateway did not end. first: the stream's first events, number: how
+        many came so far; where none came, all events of it."""
+        ...
+
+
+class Wakes:
+    """Who reads which stream in this process, and is told when there is more of it. is_closed: nobody is to read on."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self._waiting: dict[StreamName, set[asyncio.Event]] = {}
+
+    def close(self) -> None:
+        """Let every reader end where it is."""
+        self.is_closed = True
+        for name in self._waiting:
+            self.wake(name)
+
+    def wake(self, name: StreamName) -> None:
+        """There is more of it, or it has ended."""
+        if name in self._waiting:
+            for waiter in self._waiting[name]:
+                waiter.set()
+
+    def readers(self, name: StreamName) -> int:
+        """How many read it here."""
+        return len(self._waiting.get(name, ()))
+
+    def check_room(self, tenant: str) -> None:
+        """Raises QueueFull where one more reader would be one too many."""
+        others = sum(len(waiting) for name, waiting in self._waiting.items() if name.tenant == tenant)
+        if others >= READERS_PER_TENANT_MAX or sum(map(len, self._waiting.values())) >= READERS_MAX:
+            raise errors.QueueFull("Too many readers follow retained streams here.", retry_after_ms=_RETRY_MS)
+
+    def enter(self, name: StreamName) -> asyncio.Event:
+        """A reader comes; it is told through this."""
+        waiter = asyncio.Event()
+        self._waiting.setdefault(name, set()).add(waiter)
+        return waiter
+
+    def leave(self, name: StreamName, waiter: asyncio.Event) -> None:
+        """It is gone."""
+        waiting = self._waiting[name]
+        waiting.discard(waiter)
+        if not waiting:
+            del self._waiting[name]
+
+
+class KeptReader:
+    """One reader's way through a stream. events: how many were read so far, apart from those of the end."""
+
+    def __init__(self, store: StreamStore, entropy: Entropy, name: StreamName, seal: StreamSeal, meta: StreamMeta) -> None:
+        self.name = name
+        self.meta = meta
+        self.events = 0
+        self.first = b""
+        self._store = store
+        self._entropy = entropy
+        self._seal = seal
+        self._cursor = 0
+        self._segments = 0
+
+    async def more(self) -> list[bytes]:
+        """What is stored behind what was read, in pieces of whole events. Raises StreamStoreUnavailable."""
+        segments, self._cursor = await self._store.read(self.name, self._cursor)
+        pieces = [self._seal.open(number, sealed) for number, sealed in enumerate(segments, self._segments)]
+        self._segments += len(pieces)
+        self.events += sum(piece.count(EVENT_END) for piece in pieces)
+        if pieces and not self.first:
+            self.first = pieces[0]
+        return pieces
+
+    async def ending(self) -> tuple[int, bytes] | None:
+        """How many events come before the end, and the events of the end; None while it has none."""
+        sealed = await self._store.ending(self.name)
+        return None if sealed is None else self._seal.open_end(sealed)
+
+    async def end_with(self, last: bytes) -> tuple[int, bytes]:
+        """End it after what was read, unless somebody did: how it ended. Raises StreamStoreUnavailable."""
+        sealed = self._seal.seal_end(self.events, last, self._entropy)
+        return self._seal.open_end(await self._store.end(self.name, sealed))
+
+
+@dataclass(frozen=True, slots=True)
+class FollowParts:
+    """What every follower of a gateway shares. buffer: bytes that may wait for a client; grace_ms: for how long they may."""
+
+    store: StreamStore
+    wakes: Wakes
+    clock: Clock
+    entropy: Entropy
+    buffer: Bytes
+    slow_client_grace_ms: Millis
+    keep_alive_ms: Millis
+
+
+RecordOf = Callable[[], Awaitable[GenerationRecord | None]]
+
+
+class Follower:
+    """Shows a stream to one client, from behind event `after` to its end. Not before the client got its headers.
+
+    record_of: the generation's record as it is now; None where it is not to be asked, because whoever makes the stream is here.
+    touch_ms: how often the stream is told that it has a reader.
+    """
+
+    def __init__(
+        self, parts: FollowParts, reader: KeptReader, client: Client, shape: StreamShape, after: int, touch_ms: Millis
+    ) -> None:
+        self._parts = parts
+        self._reader = reader
+        self._client = client
+        self._shape = shape
+        self._after = after
+        self._number = 0  # of the next event that is read
+        self._touch_ns = ns_from_ms(touch_ms)
+        self._touched_ns: Nanos | None = None
+        self._idle = 0
+        self._asked_ns = self._written_ns = self._now()
+        self._ended_ns: Nanos | None = None
+
+    async def run(self, record_of: RecordOf | None = None) -> bool:
+        """Whether everything was shown; False where the client was lost, the stream deleted, or the gateway closes.
+
+        Raises StreamStoreUnavailable.
+        """
+        reader, waiter = self._reader, self._parts.wakes.enter(self._reader.name)
+        try:
+            while not self._client.is_lost and not self._parts.wakes.is_closed:
+                waiter.clear()
+                await self._touch()
+                ending = await reader.ending()
+                pieces = await reader.more()
+                for piece in pieces:
+                    if not await self._show(piece, ending[0] if ending is not None else None):
+                        return False
+                if pieces:
+                    self._idle = 0
+                    continue
+                if ending is None and record_of is not None:
+                    ending = await self._ending_by_record(record_of)
+                if ending is not None:
+                    return await self._show(ending[1])
+                await self._wait(waiter)
+            return False
+        finally:
+            self._parts.wakes.leave(reader.name, waiter)
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _now(self) -> Nanos:
+        return self._parts.clock.monotonic_ns()
+
+    async def _touch(self) -> None:
+        now_ns = self._now()
+        if self._touched_ns is None or now_ns - self._touched_ns >= self._touch_ns:
+            self._touched_ns = now_ns
+            await self._parts.store.touch(self._reader.name)
+
+    async def _show(self, piece: bytes, before: int | None = None) -> bool:
+        """Write the wanted ones of a piece's events; False once the client is lost, or too slow. before: the first too many."""
+        first = self._number
+        events = piece.split(EVENT_END)[:-1]
+        if before is not None:
+            events = events[: max(0, before - first)]
+        self._number += len(events)
+        wanted = events[max(0, self._after + 1 - first) :]
+        if wanted:
+            self._client.write(b"".join([event + EVENT_END for event in wanted]))
+            self._written_ns = self._now()
+        return await self._is_taken()
+
+    async def _is_taken(self) -> bool:
+        """Wait until little enough is left to be written; a client that takes nothing for a while is dropped."""
+        left, since_ns = self._client.unsent, self._now()
+        while not self._client.is_lost and self._client.unsent > self._parts.buffer:
+            await asyncio.sleep(_DRAIN_POLL_S)
+            if self._client.unsent < left:
+                left, since_ns = self._client.unsent, self._now()
+            elif self._now() - since_ns > ns_from_ms(self._parts.slow_client_grace_ms):
+                self._client.abort()
+        return not self._client.is_lost
+
+    async def _ending_by_record(self, record_of: RecordOf) -> tuple[int, bytes] | None:
+        """The end of a stream whose gateway is gone, made of its record; None while that is not known."""
+        now_ns = self._now()
+        if self._ended_ns is None and now_ns - self._asked_ns < ns_from_ms(_RECORD_EVERY_MS):
+            return None
+        self._asked_ns = now_ns
+        record = await record_of()
+        if record is None or await self._parts.store.head(self._reader.name) is None:
+            self._client.abort()
+            return None
+        if record.finish_reason is None:
+            return None
+        if self._ended_ns is None:
+            self._ended_ns = now_ns
+        if now_ns - self._ended_ns < ns_from_ms(OWNER_ENDS_MS):
+            return None
+        return await self._reader.end_with(self._shape.closing(record, self._reader.first, self._reader.events))
+
+    async def _wait(self, waiter: asyncio.Event) -> None:
+        self._idle = min(self._idle + 1, _POLLS_SLOWEST)
+        try:
+            async with asyncio.timeout(self._idle * self._parts.store.poll_ms / 1e3):
+                await waiter.wait()
+        except TimeoutError:
+            pass
+        if self._now() - self._written_ns > ns_from_ms(self._parts.keep_alive_ms):
+            self._client.write(KEEP_ALIVE)
+            self._written_ns = self._now()
