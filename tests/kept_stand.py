@@ -54,9 +54,9 @@ class Whole:
         self.status = 200
         self.body = body
 
-    def head(self) -> list[tuple[bytes, bytes]]:
-        """None."""
-        return []
+    def head(self, extra: Sequence[tuple[bytes, bytes]] = ()) -> Sequence[tuple[bytes, bytes]]:
+        """None of its own."""
+        return extra
 
 
 class PlainShape:

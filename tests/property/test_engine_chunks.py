@@ -4,12 +4,13 @@ import re
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weir import errors
 from weir.core.endings import FinishReason
-from weir.core.output import Delta, replies
+from weir.core.output import Delta, ShapedDelta, ToolCallPart, replies
 from weir.core.sse import SseDecoder
 from weir.core.stream import TokenStream
 from weir.engines.openai_chunks import ChunkReader
@@ -227,3 +228,44 @@ def _at(value: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
         value = value[key]
     return value
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.booleans(), st.booleans(), TEXT), max_size=8), st.integers(1, 3))
+def test_a_call_is_told_with_its_name_first(parts: list[tuple[int, bool, bool, str]], per_chunk: int) -> None:
+    """Protects callers of tools from engines that name a call late, or again and again: name once and first, every argument."""
+    told = _told([_calls(parts[start : start + per_chunk]) for start in range(0, len(parts), per_chunk)])
+    for index in {each[0] for each in parts}:
+        sent, own = [each for each in parts if each[0] == index], [part for part in told if part.index == index]
+        assert (own[0].id, own[0].name) == _known_by_its_name(sent)
+        assert {(part.id, part.name) for part in own[1:]} <= {(None, None)}
+        assert "".join(part.arguments for part in own) == "".join(each[3] for each in sent)
+
+
+def _told(chunks: list[dict[str, Any]]) -> list[ToolCallPart]:
+    """The parts of calls that come of these chunks and an end."""
+    ended = {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]}
+    deltas = _read(_reader(1), [msgspec.json.encode(chunk) for chunk in [*chunks, ended]])
+    return [part for delta in deltas if isinstance(delta, ShapedDelta) for part in delta.tool_calls]
+
+
+def _calls(parts: list[tuple[int, bool, bool, str]]) -> dict[str, Any]:
+    """A chunk with these parts of calls: index, whether it has an id and a name, arguments."""
+    calls = [
+        {"index": index, "id": "id" if has_id else None, "function": {"name": "n" if has_name else None, "arguments": text}}
+        for index, has_id, has_name, text in parts
+    ]
+    return {"choices": [{"index": 0, "delta": {"tool_calls": calls}}]}
+
+
+def _known_by_its_name(sent: list[tuple[int, bool, bool, str]]) -> tuple[str | None, str | None]:
+    """Id and name of one call, as far as they came before or with its name, or at all where that never came."""
+    named = next((place for place, each in enumerate(sent, 1) if each[2]), None)
+    return "id" if any(each[1] for each in sent[:named]) else None, "n" if named is not None else None
+
+
+def test_a_call_that_never_gets_a_name_is_bounded() -> None:
+    """Protects memory: arguments that wait for a name are held up to a bound, and beyond it are a fault of the engine."""
+    piece = {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"arguments": "x" * 1_000}}]}}]}
+    reader = _reader(1)
+    with pytest.raises(errors.EngineError, match="without a name"):
+        _read(reader, [msgspec.json.encode(piece)] * 100)

@@ -13,6 +13,7 @@ import msgspec
 from weir import errors
 from weir.api.exchange import HttpExchange
 from weir.api.generations import is_request_id
+from weir.api.plain_answer import show
 from weir.api.wire import Headers, Rendered, id_headers, json_object, limit_headers
 from weir.core.tenancy import Principal
 from weir.gateway.pipeline import Gateway
@@ -125,8 +126,7 @@ class Door:
     ) -> None:
         """A plain answer, with the headers that every answer has."""
         extra = [*id_headers(request_id or call.request_id), *limit_headers(standing), *(headers or [])]
-        await call.exchange.start(rendered.status, rendered.head(extra))
-        await call.exchange.finish(rendered.body)
+        await show(call.exchange, rendered, extra)
 
 
 def _checked_id(argument: str) -> str:

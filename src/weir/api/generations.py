@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 import msgspec
 
 from weir import errors
+from weir.api.plain_answer import show, show_refusal
 from weir.api.wire import (
     Fields,
     Headers,
@@ -268,12 +269,10 @@ class NativeAnswer:
             return
         completed = record.error_code is None
         rendered = render_record(record, text_of(pieces) if completed else None, standing)
-        await self.client.start(rendered.status, rendered.head())
-        await self.client.finish(rendered.body)
+        await show(self.client, rendered)
 
     async def refuse(self, error: WeirError, standing: StandingView | None, generation: GenerationRecord | None) -> None:
         """problem+json."""
         extra = {"generation": generation_body(generation)} if generation else None
         rendered = problem(error, self._clock.wall_ms(), extra)
-        await self.client.start(rendered.status, rendered.head([*id_headers(self._request_id), *limit_headers(standing)]))
-        await self.client.finish(rendered.body)
+        await show_refusal(self.client, rendered, self._request_id, standing)

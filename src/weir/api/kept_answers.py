@@ -10,6 +10,7 @@ from weir import errors
 from weir.api.door import Call
 from weir.api.exchange import HttpExchange
 from weir.api.generations import STREAM_HEADERS
+from weir.api.plain_answer import show
 from weir.api.wire import Headers, id_headers, limit_headers
 from weir.core.request import InferenceRequest
 from weir.core.tenancy import Principal
@@ -49,7 +50,7 @@ class KeptAnswers:
     def replay(self, call: Call, *, stream: bool) -> Replay:
         """Answers a call whose request id has been served, as this call wants it."""
 
-        async def show(record: GenerationRecord, standing: StandingView) -> bool:
+        async def replayed(record: GenerationRecord, standing: StandingView) -> bool:
             assert call.principal is not None
             reader = await self.find(call.principal, record)
             if reader is None:
@@ -58,11 +59,10 @@ class KeptAnswers:
                 await self._show_events(call.exchange, reader, record, standing, -1, REPLAYED)
                 return True
             rendered = self._shape.whole(await self.pieces(reader, record), record, standing)
-            await call.exchange.start(rendered.status, [*rendered.head(), *REPLAYED])
-            await call.exchange.finish(rendered.body)
+            await show(call.exchange, rendered, REPLAYED)
             return True
 
-        return show
+        return replayed
 
     async def find(self, principal: Principal, record: GenerationRecord) -> KeptReader | None:
         """The stream of a generation; None where it was not kept, is no more, or is another surface's."""

@@ -25,6 +25,8 @@ _REASONS = {
     "content_filter": FinishReason.CONTENT_FILTER,
 }
 _NO_REASON = ("", "none", "null")  # what some servers write where OpenAI has null
+_UNNAMED_CHARS_MAX = 65_536
+"""Of a call's arguments that come before its name: no engine has a reason to send many."""
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Index = Annotated[int, msgspec.Meta(ge=0, le=1_023)]
 
@@ -95,6 +97,43 @@ def _parts_of(calls: Iterable[_ToolCall]) -> tuple[ToolCallPart, ...]:
     )
 
 
+class _Calls:
+    """The tool calls of one stream. The first part of each that is let out has its name, and its id if that came by then."""
+
+    __slots__ = ("_named", "_unnamed")
+
+    def __init__(self) -> None:
+        self._named: set[tuple[int, int]] = set()
+        self._unnamed: dict[tuple[int, int], ToolCallPart] = {}
+
+    @property
+    def has_unnamed(self) -> bool:
+        """Whether something waits for a name."""
+        return bool(self._unnamed)
+
+    def parts(self, choice: int, parts: Iterable[ToolCallPart], *, is_last: bool) -> tuple[ToolCallPart, ...]:
+        """What of a choice's calls may be told. is_last: the choice has ended. Raises EngineError for a call without a name."""
+        told = [each for part in parts if (each := self._told(choice, part)) is not None]
+        if is_last and self._unnamed:
+            told += [self._unnamed.pop(key) for key in list(self._unnamed) if key[0] == choice]
+        return tuple(told)
+
+    def _told(self, choice: int, part: ToolCallPart) -> ToolCallPart | None:
+        key = choice, part.index
+        if key in self._named:
+            return ToolCallPart(part.index, arguments=part.arguments) if part.arguments else None
+        held = self._unnamed.pop(key, None)
+        if held is not None:
+            part = ToolCallPart(part.index, held.id or part.id, part.name, held.arguments + part.arguments)
+        if part.name:
+            self._named.add(key)
+            return part
+        if len(part.arguments) > _UNNAMED_CHARS_MAX:
+            raise errors.EngineError("The engine sent a tool call without a name.")
+        self._unnamed[key] = part
+        return None
+
+
 class ChunkReader:
     """The chunks of one stream, in order. choices: how many were asked for; alternatives: to each token, None: all that come.
 
@@ -120,6 +159,7 @@ class ChunkReader:
         self._ended: dict[int, FinishReason] = {}
         self._tokens_of: dict[int, Tokens] = {}
         self._usage: _Usage | None = None
+        self._calls = _Calls()
         self.tokens: Tokens | None = None
 
     @property
@@ -174,7 +214,8 @@ class ChunkReader:
         delta = choice.delta
         text = (choice.text if delta is None else delta.content) or ""
         reported = choice.logprobs
-        is_shaped = delta is not None and (delta.reasoning_content or delta.reasoning or delta.tool_calls)
+        calls = (delta.tool_calls or ()) if delta is not None else ()
+        is_shaped = calls or (delta is not None and (delta.reasoning_content or delta.reasoning)) or self._calls.has_unnamed
         if not is_shaped and reported is None and self._choices == 1:
             return Delta(text)
         ended = None
@@ -184,7 +225,7 @@ class ChunkReader:
             text,
             choice=choice.index,
             reasoning=(delta.reasoning_content or delta.reasoning or "") if delta is not None else "",
-            tool_calls=_parts_of(delta.tool_calls or ()) if delta is not None else (),
+            tool_calls=self._calls.parts(choice.index, _parts_of(calls), is_last=finish is not None),
             logprobs=logprobs_of(reported, self._alternatives) if reported is not None else (),
             finish=ended,
         )

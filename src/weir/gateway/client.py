@@ -71,6 +71,20 @@ class Client(Protocol):
         ...
 
 
+class WholeAnswer(Protocol):
+    """A plain HTTP answer."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def body(self) -> bytes: ...
+
+    def head(self, extra: Sequence[tuple[bytes, bytes]] = ()) -> Sequence[tuple[bytes, bytes]]:
+        """All its headers, and these."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """What a client learns when its request is admitted. input_tokens: as counted, or their upper bound."""

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import structlog
 
 from weir import errors
-from weir.gateway.client import Client, ClientWatcher
+from weir.gateway.client import Client, ClientWatcher, WholeAnswer
 from weir.gateway.kept_reader import EVENT_END, Follower, FollowParts, KeptReader, StreamMeta, StreamShape
 from weir.gateway.sealing import StreamSeal
 from weir.kept_streams import StreamName, StreamWriter
@@ -42,20 +42,6 @@ class Manner(Enum):
     EVENTS = "events"
     WHOLE = "whole"
     BEGUN = "begun"
-
-
-class WholeAnswer(Protocol):
-    """A plain HTTP answer."""
-
-    @property
-    def status(self) -> int: ...
-
-    @property
-    def body(self) -> bytes: ...
-
-    def head(self) -> Sequence[tuple[bytes, bytes]]:
-        """All its headers."""
-        ...
 
 
 class KeptShape(StreamShape, Protocol):

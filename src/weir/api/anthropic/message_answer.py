@@ -20,6 +20,7 @@ from weir.api.anthropic.message_shapes import (
     usage_at_first,
 )
 from weir.api.generations import STREAM_HEADERS, ending_retry_headers, error_of_record, generation_body
+from weir.api.plain_answer import show, show_refusal
 from weir.api.wire import Headers, Rendered, anthropic_error_body, id_headers, limit_headers
 from weir.core.endings import ending
 from weir.core.output import Delta, replies
@@ -89,8 +90,7 @@ class MessageAnswer:
         """`message_delta` and `message_stop`, an `error` event, or the whole body."""
         if self._blocks is None:
             rendered = self._whole(record, pieces, standing)
-            await self.client.start(rendered.status, rendered.head())
-            await self.client.finish(rendered.body)
+            await show(self.client, rendered)
             return
         if record.error_code is not None:
             self._write_event(b"error", ended_error(record, self._clock.wall_ms()))
@@ -115,8 +115,7 @@ class MessageAnswer:
     async def refuse(self, error: WeirError, standing: StandingView | None, generation: GenerationRecord | None) -> None:
         """Anthropic's error shape, with the names that fields have here."""
         rendered = message_refusal(error, self._clock.wall_ms(), self._request_id, generation)
-        await self.client.start(rendered.status, rendered.head([*id_headers(self._request_id), *limit_headers(standing)]))
-        await self.client.finish(rendered.body)
+        await show_refusal(self.client, rendered, self._request_id, standing)
 
 
 def _message(record: GenerationRecord, pieces: Sequence[Delta]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import msgspec
 
 from weir.api.generations import STREAM_HEADERS
 from weir.api.openai.shapes import error_event, refusal, usage_object, whole_answer
+from weir.api.plain_answer import show, show_refusal
 from weir.api.wire import id_headers, limit_headers
 from weir.core.output import Delta, Reply, ShapedDelta, replies
 from weir.errors import WeirError
@@ -130,8 +131,7 @@ class ChunkedAnswer(ABC):
         if not self._is_open:
             body = self._whole(record, pieces) if record.error_code is None else {}
             rendered = whole_answer(record, body, standing, self._clock.wall_ms())
-            await self.client.start(rendered.status, rendered.head())
-            await self.client.finish(rendered.body)
+            await show(self.client, rendered)
             return
         if record.error_code is not None:
             self.client.write(error_event(record, self._clock.wall_ms()))
@@ -154,5 +154,4 @@ class ChunkedAnswer(ABC):
         """OpenAI's error shape, with the names that fields have here."""
         names = {"input": self.input_name, "max_output_tokens": self.options.bound_name}
         rendered = refusal(error, self._clock.wall_ms(), names, generation)
-        await self.client.start(rendered.status, rendered.head([*id_headers(self._request_id), *limit_headers(standing)]))
-        await self.client.finish(rendered.body)
+        await show_refusal(self.client, rendered, self._request_id, standing)

@@ -10,7 +10,8 @@ from typing import Any
 
 from weir import errors
 from weir.api.openai.shapes import LABEL_CHARS_MAX, deadline_of, key_of, model_of, refusal, session_of, whole_answer
-from weir.api.wire import Fields, checked_text, id_headers, limit_headers, refuse_field
+from weir.api.plain_answer import show, show_refusal
+from weir.api.wire import Fields, checked_text, refuse_field
 from weir.core.demands import DIMENSIONS_MAX, TEXTS_MAX, Demands, Embedding
 from weir.core.output import Delta, numbers_of, vectors_of
 from weir.core.request import InferenceRequest
@@ -106,8 +107,7 @@ class EmbeddingsAnswer:
         """The vectors, or the error that it ended as."""
         body = self._body(record, vectors_of(pieces)) if record.error_code is None else {}
         rendered = whole_answer(record, body, standing, self._clock.wall_ms())
-        await self.client.start(rendered.status, rendered.head())
-        await self.client.finish(rendered.body)
+        await show(self.client, rendered)
 
     def _body(self, record: GenerationRecord, vectors: Sequence[bytes]) -> dict[str, Any]:
         data = [{"object": "embedding", "index": index, "embedding": self._shown(each)} for index, each in enumerate(vectors)]
@@ -132,5 +132,4 @@ class EmbeddingsAnswer:
     async def refuse(self, error: WeirError, standing: StandingView | None, generation: GenerationRecord | None) -> None:
         """OpenAI's error shape."""
         rendered = refusal(error, self._clock.wall_ms(), {}, generation)
-        await self.client.start(rendered.status, rendered.head([*id_headers(self._request_id), *limit_headers(standing)]))
-        await self.client.finish(rendered.body)
+        await show_refusal(self.client, rendered, self._request_id, standing)

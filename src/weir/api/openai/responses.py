@@ -14,6 +14,7 @@ from weir.api.openai.response_items import OutputItems
 from weir.api.openai.response_shapes import response_object, settings_of, status_of
 from weir.api.openai.responses_request import ResponseOptions
 from weir.api.openai.shapes import refusal, whole_answer
+from weir.api.plain_answer import show, show_refusal
 from weir.api.wire import id_headers, limit_headers
 from weir.core.endings import Status
 from weir.core.output import Delta, text_of
@@ -54,7 +55,8 @@ class ResponseAnswer:
         running = GenerationRecord(
             accepted.generation_id, accepted.request_id, 0, accepted.alias, accepted.revision, Status.RUNNING
         )
-        response = response_object(running, self._settings, self._created, None, [])
+        # Once for both: it repeats instructions and tools, which may be long.
+        response = msgspec.Raw(msgspec.json.encode(response_object(running, self._settings, self._created, None, [])))
         self._tell("response.created", {"response": response})
         self._tell("response.in_progress", {"response": response})
         self._flush()
@@ -117,8 +119,7 @@ class ResponseAnswer:
             items.close("completed" if status_of(record) == "completed" else "incomplete")
             body = self._response(record, items)
         rendered = whole_answer(record, body, standing, self._clock.wall_ms())
-        await self.client.start(rendered.status, rendered.head())
-        await self.client.finish(rendered.body)
+        await show(self.client, rendered)
 
     def _response(self, record: GenerationRecord, items: OutputItems) -> dict[str, Any]:
         now = self._clock.wall_ms() // 1000
@@ -127,8 +128,7 @@ class ResponseAnswer:
     async def refuse(self, error: WeirError, standing: StandingView | None, generation: GenerationRecord | None) -> None:
         """OpenAI's error shape, with the names that fields have here."""
         rendered = refusal(error, self._clock.wall_ms(), _NAMES, generation)
-        await self.client.start(rendered.status, rendered.head([*id_headers(self._request_id), *limit_headers(standing)]))
-        await self.client.finish(rendered.body)
+        await show_refusal(self.client, rendered, self._request_id, standing)
 
 
 def _joined(pieces: Sequence[Delta]) -> Sequence[Delta]:
