@@ -64,15 +64,15 @@ class KeyFile:
         self._read: tuple[tuple[int, int, int], KeyRing] | None = None
 
     async def __call__(self) -> KeyRing:
-        """The keys as they are now. Raises StreamStoreUnavailable where the file cannot be read, or is damaged."""
-        return await asyncio.to_thread(self._ring)
+        """The keys as they are now. Raises StreamStoreUnavailable where the file cannot be read, or is damaged.
 
-    def _ring(self) -> KeyRing:
+        Each stream asks, so whether the file changed is looked up at once: a local one tells that sooner than a thread begins.
+        """
         try:
             status = self._path.stat()
             version = (status.st_ino, status.st_mtime_ns, status.st_size)
             if self._read is None or self._read[0] != version:
-                self._read = version, parse_key_ring(self._path.read_text("ascii"))
+                self._read = version, parse_key_ring(await asyncio.to_thread(self._path.read_text, "ascii"))
         except OSError as fault:
             raise errors.StreamStoreUnavailable(f"The keys of retained streams cannot be read: {fault.strerror}.") from fault
         except (ValueError, errors.InvalidRequest):  # whose messages may quote the file
