@@ -3,7 +3,8 @@
 The store, the sealing, the desks and the clients that keep are the real ones; only HTTP is left out.
 """
 
-from collections.abc import Coroutine, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from weir.config import GatewayConfig
@@ -18,12 +19,13 @@ from weir.gateway.retention import RetentionDesk
 from weir.gateway.sealing import KeyRing
 from weir.kept_streams import StreamName
 from weir.messages import GenerationRecord, StandingView
-from weir.sim.virtual_loop import VirtualClock, VirtualLoop
-from weir.storage.stream_memory import StreamFault, StreamMemory
+from weir.sim.virtual_loop import VirtualClock, VirtualLoop, run
+from weir.storage.stream_memory import StreamFault, StreamMemory, StreamOperation
 from weir.telemetry import Telemetry
 from weir.units import Bytes
 
 BUFFER: Bytes = 200
+WHOLE_MAX: Bytes = 100_000
 NAME = StreamName("acme", "gen-1")
 META = StreamMeta("req-1", "generations", 0)
 RUNNING = GenerationRecord("gen-1", "req-1", 1, "assistant", "rev", Status.RUNNING)
@@ -62,8 +64,9 @@ class Whole:
 class PlainShape:
     """Events without a surface: what closes a stream names the number that it has there."""
 
-    def closing(self, record: GenerationRecord, first: bytes, number: int) -> bytes:
+    def closing(self, record: GenerationRecord, pieces: Sequence[bytes]) -> bytes:
         """One event."""
+        number = sum(piece.count(b"\n\n") for piece in pieces)
         return b"closed %d by %s\n\n" % (number, str(record.finish_reason).encode())
 
     def whole(self, pieces: Sequence[bytes], record: GenerationRecord, standing: StandingView | None) -> Whole:
@@ -107,6 +110,10 @@ class TakingClient:
         self.is_stopped = False
         self.taken, self._unsent = self.taken + self._unsent, b""
 
+    def take(self, size: Bytes) -> None:
+        """Take so much of what waits, while it is stopped."""
+        self.taken, self._unsent = self.taken + self._unsent[:size], self._unsent[size:]
+
     async def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         """As the port says."""
         assert not self.status
@@ -134,10 +141,14 @@ class TakingClient:
 
 
 class Ending:
-    """What a relay would do: whether it was told that nobody reads."""
+    """What a relay would do: whether it was told that nobody reads, or that nothing is kept."""
 
     def __init__(self) -> None:
-        self.is_told = False
+        self.is_told = self.is_not_kept = False
+
+    def client_not_kept(self) -> None:
+        """A fault of the platform."""
+        self.is_not_kept = True
 
     def client_lost(self) -> None:
         """Nobody reads."""
@@ -185,7 +196,7 @@ class KeptStand:
     ) -> tuple[KeptClient, Ending]:
         """A stream whose headers are out."""
         client, ending = KeptClient(inner, PlainShape(), manner, is_background=is_background), Ending()
-        await desk.begin(client, NAME, META)
+        await desk.begin(client, NAME, META, WHOLE_MAX)
         await desk.admitted(NAME.tenant)
         client.watch(ending)
         await client.start(200, STREAM_HEADERS)
@@ -195,12 +206,36 @@ class KeptStand:
         self, desk: RetentionDesk, after: int, record: GenerationRecord = COMPLETED, client: TakingClient | None = None
     ) -> bytes:
         """What a reader gets."""
-        reader, client = await desk.find(NAME.tenant, NAME.generation), client or TakingClient()
+        reader, client = await desk.find(NAME.tenant, NAME.generation, has_ended=False), client or TakingClient()
         assert reader is not None
         await client.start(200, STREAM_HEADERS)
 
         async def told() -> GenerationRecord:
             return record
 
-        await desk.follow(reader, client, PlainShape(), after, told)
+        await desk.follow(reader, client, PlainShape(), told, after)
         return client.taken
+
+
+def in_world(
+    scene: Callable[[KeptStand], Awaitable[None]],
+    *,
+    deferred: bool = False,
+    policy: Retention | None = POLICY,
+    fault: Callable[[StreamOperation], bool] | None = None,
+) -> None:
+    """Play a scene in virtual time."""
+
+    async def world() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        await scene(KeptStand(loop, deferred=deferred, policy=policy, fault=fault))
+
+    run(world(), until_ms=3 * 86_400_000)
+
+
+async def end(client: KeptClient) -> None:
+    """End a stream as complete."""
+    client.expect_end(COMPLETED, StandingView())
+    client.write(b"done\n\n")
+    await client.finish()

@@ -20,7 +20,7 @@ a scrape.
     weir_unconfirmed_stops_total{revision}                                    engine did not confirm a stop within its bound
     weir_retries_total{revision}                                              failed attempts that were queued again
     weir_retained_streams_total                                               streams that were begun to be kept
-    weir_retained_streams_cut_total{reason}                                   store, bytes: kept no further, and deleted
+    weir_retained_streams_cut_total{reason}                                   store, bytes, end: kept no further
     weir_rollout_decisions_total{decision, reason}                            what control decided about rollouts by itself
     weir_snapshot_version, weir_snapshot_valid_seconds                        what is in force, and for how long at most
     weir_gateway_requests_in_flight, weir_gateway_linked                      of a gateway in a process of its own
@@ -113,7 +113,7 @@ class Telemetry:
         self.unconfirmed = self._counter("weir_unconfirmed_stops", "Stops that the engine did not confirm.", ("revision",))
         self.retries = self._counter("weir_retries", "Failed attempts that were queued again.", ("revision",))
         self.streams_begun = self._counter("weir_retained_streams", "Streams that were begun to be kept.", ())
-        self.streams_cut = self._counter("weir_retained_streams_cut", "Streams kept no further, and deleted.", ("reason",))
+        self.streams_cut = self._counter("weir_retained_streams_cut", "Streams kept no further.", ("reason",))
         self.rollout_decisions = self._counter(
             "weir_rollout_decisions", "Decisions of control about rollouts.", ("decision", "reason")
         )

@@ -25,6 +25,8 @@ class Watcher:
 
     def client_writable(self) -> None: ...
 
+    def client_not_kept(self) -> None: ...
+
 
 async def nothing(*_: Any) -> None:
     """Neither receives nor sends."""

@@ -1,167 +1,29 @@
-"""A gateway's retained streams: who may keep one, what a lost client and a failing store mean, bounds, and what is over."""
+"""A gateway's retained streams: bounds of bytes and of time, and what a failing store means."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
 from tests.kept_stand import (
-    COMPLETED,
-    FAILED,
     META,
     NAME,
     POLICY,
-    RUNNING,
     STREAM_HEADERS,
+    WHOLE_MAX,
     KeptStand,
     PlainShape,
     TakingClient,
+    end,
+    in_world,
 )
 
 from weir import errors
+from weir.core.registry.snapshot import Snapshot
 from weir.core.request import DEADLINE_MS_MAX
-from weir.core.tenancy import Retention
+from weir.core.tenancy import Tenant
 from weir.gateway.kept_client import KeptClient, Manner
-from weir.gateway.kept_reader import READERS_PER_TENANT_MAX
 from weir.kept_streams import StreamName
-from weir.messages import StandingView
-from weir.sim.virtual_loop import VirtualLoop, run
 from weir.storage.stream_memory import StreamOperation
-from weir.units import Millis
-
-DAY_MS: Millis = 86_400_000
-
-
-def in_world(
-    scene: Callable[[KeptStand], Awaitable[None]],
-    *,
-    deferred: bool = False,
-    policy: Retention | None = POLICY,
-    fault: Callable[[StreamOperation], bool] | None = None,
-) -> None:
-    """Play a scene in virtual time."""
-
-    async def world() -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        await scene(KeptStand(loop, deferred=deferred, policy=policy, fault=fault))
-
-    run(world(), until_ms=3 * DAY_MS)
-
-
-async def end(client: KeptClient) -> None:
-    """End a stream as complete."""
-    client.expect_end(COMPLETED, StandingView())
-    client.write(b"done\n\n")
-    await client.finish()
-
-
-# ── who reads ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_lost_client_has_a_grace() -> None:
-    """Protects budgets: nobody reads for the grace, and the generation is to end; not a moment before."""
-
-    async def scene(stand: KeptStand) -> None:
-        inner = TakingClient()
-        _, ending = await stand.begin(stand.desk(), inner)
-        await asyncio.sleep(100)
-        assert not ending.is_told
-        inner.leave()
-        await asyncio.sleep(POLICY.resume_grace_seconds - 0.1)
-        assert not ending.is_told
-        await asyncio.sleep(0.2)
-        assert ending.is_told
-
-    in_world(scene)
-
-
-@pytest.mark.parametrize("is_elsewhere", [False, True])
-def test_a_reader_prolongs_the_grace(is_elsewhere: bool) -> None:
-    """Protects resumed streams: with a reader, here or at another gateway, it goes on; without one for a grace more."""
-
-    async def scene(stand: KeptStand) -> None:
-        inner, here = TakingClient(), stand.desk()
-        _, ending = await stand.begin(here, inner)
-        inner.leave()
-        reader = TakingClient()
-        reading = stand.loop.create_task(stand.read(stand.desk() if is_elsewhere else here, -1, client=reader, record=RUNNING))
-        await asyncio.sleep(10 * POLICY.resume_grace_seconds)
-        assert not ending.is_told
-        reader.leave()
-        await reading
-        await asyncio.sleep(2 * POLICY.resume_grace_seconds + 1)
-        assert ending.is_told
-
-    in_world(scene)
-
-
-def test_background_work_needs_no_reader() -> None:
-    """Protects offline work: its client leaves, and nothing ends it."""
-
-    async def scene(stand: KeptStand) -> None:
-        inner = TakingClient()
-        client, ending = await stand.begin(stand.desk(), inner, Manner.BEGUN, is_background=True)
-        client.write(b"begun\n\n")
-        await asyncio.sleep(0.1)
-        assert inner.is_finished and inner.taken == b"begun\n\n"
-        inner.leave()
-        await asyncio.sleep(3_600)
-        assert not ending.is_told
-        await end(client)
-        assert await stand.read(stand.desk(), -1) == b"begun\n\ndone\n\n"
-
-    in_world(scene)
-
-
-def test_a_client_that_is_lost_before_it_is_watched_is_noticed() -> None:
-    """Protects against a lost moment: who left between the request and the watch has the same grace."""
-
-    async def scene(stand: KeptStand) -> None:
-        inner = TakingClient()
-        inner.is_lost = True
-        _, ending = await stand.begin(stand.desk(), inner)
-        await asyncio.sleep(POLICY.resume_grace_seconds + 1)
-        assert ending.is_told
-
-    in_world(scene)
-
-
-def test_readers_are_bounded() -> None:
-    """Protects a gateway: a tenant's readers at once are so many, and one more is told to come back."""
-
-    async def scene(stand: KeptStand) -> None:
-        desk = stand.desk()
-        await stand.begin(desk, TakingClient())
-        readers = [stand.loop.create_task(stand.read(desk, -1, RUNNING)) for _ in range(READERS_PER_TENANT_MAX)]
-        desk.check_room(NAME.tenant)
-        await asyncio.sleep(0.1)
-        desk.check_room("another")
-        with pytest.raises(errors.QueueFull):
-            desk.check_room(NAME.tenant)
-        desk.close()
-        assert await asyncio.gather(*readers) == [b""] * READERS_PER_TENANT_MAX
-
-    in_world(scene)
-
-
-def test_a_reader_that_takes_nothing_is_dropped() -> None:
-    """Protects memory: what waits for a reader is bounded, and so is for how long."""
-
-    async def scene(stand: KeptStand) -> None:
-        desk, reader = stand.desk(), TakingClient()
-        client, _ = await stand.begin(desk, TakingClient())
-        reading = stand.loop.create_task(stand.read(desk, -1, RUNNING, reader))
-        reader.is_stopped = True
-        for number in range(1_000):
-            client.write(b"%d:%b\n\n" % (number, b"x" * 100))
-        await asyncio.sleep(10)
-        assert reader.is_lost and reader.unsent < 400_000 and reading.done()
-        await end(client)
-        assert (await stand.read(desk, 998)) == b"999:%b\n\ndone\n\n" % (b"x" * 100)
-
-    in_world(scene)
-
 
 # ── stores that fail, tenants with too many bytes ────────────────────────────────────────────────────────────────────
 
@@ -183,31 +45,13 @@ def test_a_stream_that_cannot_be_stored_goes_on_for_its_client(deferred: bool, i
         client.write(b"two\n\n")
         await asyncio.sleep(0.1)
         client.write(b"three\n\n")
-        assert ending.is_told is not is_there
+        assert ending.is_not_kept is not is_there and not ending.is_told
         await end(client)
         await asyncio.sleep(0.1)
         assert inner.taken == (b"one\n\ntwo\n\nthree\n\ndone\n\n" if is_there else b"one\n\n")
-        assert await desk.find(NAME.tenant, NAME.generation) is None and await stand.store.tenants() == []
+        assert await desk.find(NAME.tenant, NAME.generation, has_ended=False) is None and await stand.store.tenants() == []
 
     in_world(scene, deferred=deferred, fault=lambda operation: operation in failing)
-
-
-@pytest.mark.parametrize("manner", [Manner.EVENTS, Manner.WHOLE])
-def test_an_end_that_cannot_be_stored_is_shown(manner: Manner) -> None:
-    """Protects the last event: the store fails at the end, and the client has a whole answer all the same."""
-    failing: set[StreamOperation] = set()
-
-    async def scene(stand: KeptStand) -> None:
-        inner = TakingClient()
-        client, _ = await stand.begin(stand.desk(), inner, manner)
-        client.write(b"one\n\n")
-        failing.add("end")
-        await end(client)
-        assert inner.is_finished and inner.taken == b"one\n\ndone\n\n"
-        await asyncio.sleep(0.1)
-        assert await stand.store.tenants() == []
-
-    in_world(scene, fault=lambda operation: operation in failing)
 
 
 def test_nothing_begins_where_nothing_can_be_stored() -> None:
@@ -216,7 +60,7 @@ def test_nothing_begins_where_nothing_can_be_stored() -> None:
     async def scene(stand: KeptStand) -> None:
         client = KeptClient(TakingClient(), PlainShape(), Manner.EVENTS)
         with pytest.raises(errors.StreamStoreUnavailable):
-            await stand.desk().begin(client, NAME, META)
+            await stand.desk().begin(client, NAME, META, WHOLE_MAX)
 
     in_world(scene, fault=lambda operation: operation == "create")
 
@@ -229,9 +73,9 @@ def test_a_tenant_without_a_policy_keeps_nothing() -> None:
         await end(client)
         stand.policy = None
         desk = stand.desk()
-        assert await desk.find(NAME.tenant, NAME.generation) is None
+        assert await desk.find(NAME.tenant, NAME.generation, has_ended=False) is None
         with pytest.raises(errors.UnsupportedField):
-            await desk.begin(KeptClient(TakingClient(), PlainShape(), Manner.EVENTS), NAME, META)
+            await desk.begin(KeptClient(TakingClient(), PlainShape(), Manner.EVENTS), NAME, META, WHOLE_MAX)
 
     in_world(scene)
 
@@ -243,7 +87,7 @@ def test_the_oldest_streams_make_room_and_running_ones_do_not() -> None:
     async def keep(stand: KeptStand, number: int, *, is_ended: bool) -> None:
         client = KeptClient(TakingClient(), PlainShape(), Manner.EVENTS)
         desk = stand.desks[number % 2]
-        await desk.begin(client, StreamName("acme", f"gen-{number}"), META)
+        await desk.begin(client, StreamName("acme", f"gen-{number}"), META, WHOLE_MAX)
         await desk.admitted("acme")
         await client.start(200, STREAM_HEADERS)
         client.write(b"x" * 1_800 + b"\n\n")
@@ -265,6 +109,23 @@ def test_the_oldest_streams_make_room_and_running_ones_do_not() -> None:
     in_world(scene, policy=policy)
 
 
+def test_what_a_dead_gateway_left_makes_room() -> None:
+    """Protects tenants from a crash: streams without an end that are older than any request do not count as running."""
+
+    async def scene(stand: KeptStand) -> None:
+        client, _ = await stand.begin(stand.desk(), TakingClient())
+        client.write(b"x" * 9_500 + b"\n\n")
+        desk, other = stand.desk(), KeptClient(TakingClient(), PlainShape(), Manner.EVENTS)
+        with pytest.raises(errors.QueueFull):
+            await desk.begin(other, StreamName("acme", "gen-2"), META, WHOLE_MAX)
+        await asyncio.sleep(DEADLINE_MS_MAX / 1e3 + 1)
+        await desk.begin(other, StreamName("acme", "gen-3"), META, WHOLE_MAX)
+        await desk.admitted("acme")
+        assert [stream.name.generation for stream in await stand.store.streams("acme")] == ["gen-3"]
+
+    in_world(scene, policy=replace(POLICY, bytes=10_000, seconds=604_800))
+
+
 def test_a_stream_that_is_too_large_is_cut() -> None:
     """Protects the bound: one stream alone above its tenant's bytes is kept no further, and its client gets all of it."""
 
@@ -276,45 +137,22 @@ def test_a_stream_that_is_too_large_is_cut() -> None:
             await asyncio.sleep(0.01)
         await end(client)
         assert len(inner.taken) == 30_006
-        assert await desk.find(NAME.tenant, NAME.generation) is None
+        assert await desk.find(NAME.tenant, NAME.generation, has_ended=False) is None
 
     in_world(scene, policy=replace(POLICY, bytes=10_000))
 
 
-# ── one end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("manner", [Manner.EVENTS, Manner.WHOLE])
-def test_a_gateway_that_was_taken_for_dead_shows_no_second_end(manner: Manner) -> None:
-    """Protects one history: a stream that was ended elsewhere has that end; its late owner cuts its client off."""
+def test_a_whole_answer_is_bounded() -> None:
+    """Protects memory from an engine without end: what waits to be shown whole is bounded, and its client is cut off."""
 
     async def scene(stand: KeptStand) -> None:
-        inner, owner = TakingClient(), stand.desk()
-        client, _ = await stand.begin(owner, inner, manner)
-        client.write(b"one\n\n")
-        elsewhere = await stand.read(stand.desk(), -1, FAILED)
-        client.write(b"two\n\n")
-        await end(client)
-        assert inner.is_lost and b"done" not in inner.taken
-        assert await stand.read(owner, -1, COMPLETED) == elsewhere == b"one\n\nclosed 1 by coordinator_lost\n\n"
-
-    in_world(scene)
-
-
-def test_what_ended_before_it_began_is_told_to_readers() -> None:
-    """Protects readers of a request that waited in vain: its client gets a plain answer, they get the events of its end."""
-
-    async def scene(stand: KeptStand) -> None:
-        inner, desk = TakingClient(), stand.desk()
-        client = KeptClient(inner, PlainShape(), Manner.EVENTS)
-        await desk.begin(client, NAME, META)
-        reading = stand.loop.create_task(stand.read(desk, -1, RUNNING))
-        await asyncio.sleep(1)
-        client.expect_end(FAILED, StandingView())
-        await client.start(503, [(b"content-type", b"application/json")])
-        await client.finish(b"{}")
-        assert (inner.status, inner.taken) == (503, b"{}")
-        assert await reading == b"closed 0 by coordinator_lost\n\n"
+        inner = TakingClient()
+        client, ending = await stand.begin(stand.desk(), inner, Manner.WHOLE)
+        for _ in range(20):
+            client.write(b"x" * (WHOLE_MAX // 10) + b"\n\n")
+        assert inner.is_lost
+        await asyncio.sleep(POLICY.resume_grace_seconds + 1)
+        assert ending.is_told
 
     in_world(scene)
 
@@ -330,9 +168,9 @@ def test_what_is_over_is_not_shown_and_is_deleted() -> None:
         client, _ = await stand.begin(desk, TakingClient())
         await end(client)
         await asyncio.sleep(POLICY.seconds)
-        assert await desk.find(NAME.tenant, NAME.generation) is not None
+        assert await desk.find(NAME.tenant, NAME.generation, has_ended=False) is not None
         await asyncio.sleep(0.1)
-        assert await desk.find(NAME.tenant, NAME.generation) is None
+        assert await desk.find(NAME.tenant, NAME.generation, has_ended=False) is None
         await desk.sweep()
         assert await stand.store.tenants() == []
 
@@ -347,10 +185,24 @@ def test_a_stream_without_an_end_may_still_run() -> None:
         await stand.begin(desk, TakingClient())
         await asyncio.sleep(DEADLINE_MS_MAX / 1e3 + POLICY.seconds - 1)
         await desk.sweep()
-        assert await desk.find(NAME.tenant, NAME.generation) is not None
+        assert await desk.find(NAME.tenant, NAME.generation, has_ended=False) is not None
         await asyncio.sleep(2)
         await desk.sweep()
         assert await stand.store.tenants() == []
+
+    in_world(scene)
+
+
+def test_a_stream_whose_record_has_ended_is_over_in_time() -> None:
+    """Protects the promise of time: a reader that comes when the time is over does not begin it anew."""
+
+    async def scene(stand: KeptStand) -> None:
+        desk = stand.desk()
+        client, _ = await stand.begin(desk, TakingClient())
+        client.write(b"one\n\n")
+        await asyncio.sleep(POLICY.seconds + 1)
+        assert await desk.find(NAME.tenant, NAME.generation, has_ended=True) is None
+        assert await desk.find(NAME.tenant, NAME.generation, has_ended=False) is not None
 
     in_world(scene)
 
@@ -364,8 +216,31 @@ def test_nothing_is_swept_while_nobody_knows_who_keeps_what() -> None:
         await stand.desk(version=0).sweep()
         assert await stand.store.tenants() == ["acme"]
         stand.policy = None
-        await stand.desk().sweep()
+        desk = stand.desk()
+        await desk.sweep()
+        await desk.sweep()
         assert await stand.store.tenants() == []
+
+    in_world(scene)
+
+
+def test_a_sweep_judges_nobody_by_one_look() -> None:
+    """Protects running streams from a gateway whose snapshot is older than their policy, and from those of another cell."""
+
+    async def scene(stand: KeptStand) -> None:
+        desk = stand.desk()
+        client, _ = await stand.begin(desk, TakingClient())
+        stand.policy = None
+        behind = stand.desk()
+        await behind.sweep()
+        assert await stand.store.tenants() == ["acme"]
+        behind.inbox.snapshot = Snapshot(version=2, tenants={"acme": Tenant("acme", retention=POLICY)})
+        await behind.sweep()
+        behind.inbox.snapshot = Snapshot(version=3, tenants={})
+        await behind.sweep()
+        await behind.sweep()
+        assert await stand.store.tenants() == ["acme"]
+        await end(client)
 
     in_world(scene)
 

@@ -19,7 +19,7 @@ from weir.units import Bytes, Nanos
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 
-_IDENTIFYING = (b"authorization", b"x-api-key", b"idempotency-key")
+_IDENTIFYING = (b"authorization", b"x-api-key", b"idempotency-key", b"last-event-id")
 _RETRY_AFTER_MS = 1_000
 _DISCARD_BYTES_MAX = 64 * 1024 * 1024
 _DISCARD_S = 10.0

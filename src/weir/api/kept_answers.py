@@ -3,8 +3,10 @@
 A surface brings the shape of its events and nothing else. A stream that another surface made is not shown in this one's shape.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from weir import errors
 from weir.api.door import Call
@@ -22,6 +24,7 @@ from weir.gateway.retention import RetentionDesk
 from weir.messages import GenerationRecord, StandingView
 from weir.units import Bytes, Nanos
 
+T = TypeVar("T")
 REPLAYED: Headers = [(b"weir-replayed", b"true")]
 
 
@@ -56,9 +59,10 @@ class KeptAnswers:
             if reader is None:
                 return False
             if stream:
-                await self._show_events(call.exchange, reader, record, standing, -1, REPLAYED)
+                await self._show_events(call, reader, record, standing, -1, REPLAYED)
                 return True
-            rendered = self._shape.whole(await self.pieces(reader, record), record, standing)
+            pieces = await self.pieces(reader, record)
+            rendered = await off_loop(lambda: self._shape.whole(pieces, record, standing))
             await show(call.exchange, rendered, REPLAYED)
             return True
 
@@ -67,13 +71,16 @@ class KeptAnswers:
     async def find(self, principal: Principal, record: GenerationRecord) -> KeptReader | None:
         """The stream of a generation; None where it was not kept, is no more, or is another surface's."""
         desk = self._gateway.retained
-        reader = await desk.find(principal.tenant, record.generation_id) if desk is not None else None
+        if desk is None:
+            return None
+        reader = await desk.find(principal.tenant, record.generation_id, has_ended=record.finish_reason is not None)
         return reader if reader is not None and reader.meta.surface == self._surface else None
 
     async def pieces(self, reader: KeptReader, record: GenerationRecord) -> Sequence[bytes]:
-        """All events of a generation that has ended. Raises StreamStoreUnavailable, also where they were deleted meanwhile."""
+        """All events of a generation that has ended. Raises QueueFull, StreamStoreUnavailable, also where they were deleted."""
+        self._desk.check_room(reader.name.tenant)
         collected = _Collected()
-        if not await self._desk.follow(reader, collected, self._shape, -1, _told(record)):
+        if not await self._desk.follow(reader, collected, self._shape, _told(record)):
             raise errors.StreamStoreUnavailable("The stream was deleted while it was read.")
         return collected.pieces
 
@@ -86,12 +93,10 @@ class KeptAnswers:
         reader = await self.find(call.principal, record)
         if reader is None:
             raise not_kept()
+        self._desk.check_room(reader.name.tenant)
         await self._check_event(reader, after, field)
-        fresh = await self.find(call.principal, record)
-        if fresh is None:
-            raise not_kept()
         standing = await self._gateway.standing(call.principal, record.alias)
-        await self._show_events(call.exchange, fresh, record, standing, after, [])
+        await self._show_events(call, reader.again(), record, standing, after, [])
 
     async def delete(self, principal: Principal, record: GenerationRecord) -> None:
         """Delete what is kept of a generation that has ended. Raises StreamNotRetained, or NotAllowedNow while it runs."""
@@ -116,6 +121,11 @@ class KeptAnswers:
         assert self._gateway.retained is not None
         return self._gateway.retained
 
+    def _may_read(self, principal: Principal) -> bool:
+        """Whether the caller's credential still stands: what is revoked reads no further."""
+        snapshot = self._gateway.inbox.snapshot
+        return not snapshot.is_revoked(principal.tenant, principal.application, principal.key)
+
     async def _check_event(self, reader: KeptReader, after: int, field: str) -> None:
         """Raises InvalidRequest for an event that the stream does not have."""
         if after < 0:
@@ -130,13 +140,15 @@ class KeptAnswers:
 
     async def _show_events(
         self,
-        exchange: HttpExchange,
+        call: Call,
         reader: KeptReader,
         record: GenerationRecord,
         standing: StandingView,
         after: int,
         headers: Headers,
     ) -> None:
+        exchange, principal = call.exchange, call.principal
+        assert principal is not None
         self._desk.check_room(reader.name.tenant)
         await exchange.start(200, [*STREAM_HEADERS, *id_headers(record.request_id), *limit_headers(standing), *headers])
         tenant, request_id = reader.name.tenant, record.request_id
@@ -146,13 +158,20 @@ class KeptAnswers:
             return found if found is not None and found.generation_id == record.generation_id else None
 
         try:
-            is_whole = await self._desk.follow(reader, exchange, self._shape, after, record_now)
+            is_whole = await self._desk.follow(
+                reader, exchange, self._shape, record_now, after, lambda: self._may_read(principal)
+            )
         except (errors.StoreFault, errors.CoordinatorLost):
             is_whole = False
         if is_whole:
             await exchange.finish()
         else:
             exchange.abort()  # it can be resumed: nothing that was shown is wrong
+
+
+async def off_loop(work: Callable[[], T]) -> T:
+    """What reads a whole stream's JSON takes a while: on a thread."""
+    return await asyncio.to_thread(work)
 
 
 def not_kept() -> errors.StreamNotRetained:

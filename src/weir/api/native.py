@@ -16,7 +16,7 @@ from weir.api.generations import (
     parse_generation,
     render_record,
 )
-from weir.api.kept_answers import KeptAnswers
+from weir.api.kept_answers import KeptAnswers, off_loop
 from weir.api.wire import Headers, Rendered, json_object, problem, refuse_field
 from weir.core.tenancy import Principal
 from weir.gateway.client import Client
@@ -34,10 +34,10 @@ class _Output(msgspec.Struct):
 class NativeShape:
     """Events of the native surface, for those who keep them."""
 
-    def closing(self, record: GenerationRecord, first: bytes, number: int) -> bytes:
+    def closing(self, record: GenerationRecord, pieces: Sequence[bytes]) -> bytes:
         """`done`, behind `accepted` where nothing came."""
-        if number:
-            return done_event(number, record)
+        if pieces:
+            return done_event(sum(piece.count(EVENT_END) for piece in pieces), record)
         return accepted_event(record.generation_id, record.request_id, record.alias, record.revision) + done_event(1, record)
 
     def whole(self, pieces: Sequence[bytes], record: GenerationRecord, standing: StandingView | None) -> Rendered:
@@ -113,8 +113,11 @@ class NativeSurface:
             return None
         try:
             reader = await self._kept.find(principal, record)
-            return output_in(await self._kept.pieces(reader, record)) if reader is not None else None
-        except errors.StreamStoreUnavailable:
+            if reader is None:
+                return None
+            pieces = await self._kept.pieces(reader, record)
+            return await off_loop(lambda: output_in(pieces))
+        except (errors.StreamStoreUnavailable, errors.QueueFull):
             return None
 
     async def _cancel(self, call: Call) -> None:

@@ -86,7 +86,9 @@ class OwnFront:
         planner = Planner(self.inbox, engines.of, parts.terms.digest_key, parts.terms.salt_key)
         config = process.config.gateway
         self._gateway = Gateway(process.clock, process.entropy, config, self.inbox, planner, process.telemetry)
-        self._gateway.retained = open_retention(process.config.retention, process.clock, process.entropy, self.inbox)
+        retained = open_retention(process.config.retention, process.clock, process.entropy, self.inbox)
+        if retained is not None:
+            self._gateway.keep_with(retained)
         link = coordinator.connect(Register(process.new_name("gw")), self.inbox)
         self._gateway.connect(link, engines.of, parts.terms.step_tokens, parts.terms.store_wait_ms)
 

@@ -151,7 +151,8 @@ class GatewayProcess:
         planner = Planner(self._inbox, self._engines.of, terms.digest_key, terms.salt_key)
         config = self._options.config.gateway
         gateway = Gateway(self._clock, self._entropy, config, self._inbox, planner, self._telemetry)
-        gateway.retained = self._retained
+        if self._retained is not None:
+            gateway.keep_with(self._retained)
         gateway.connect(self._link, self._engines.of, terms.step_tokens, terms.store_wait_ms, lambda: self._link.is_heard)
         self._telemetry.read_gauges_from(lambda: self._gauges(gateway))
         return gateway

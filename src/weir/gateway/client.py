@@ -29,6 +29,10 @@ class ClientWatcher(Protocol):
         """The socket took enough of it."""
         ...
 
+    def client_not_kept(self) -> None:
+        """What was to be kept cannot be, and nobody is connected: a fault of the platform."""
+        ...
+
 
 class Client(Protocol):
     """One HTTP exchange with a tenant's client. written: bytes handed over so far, monotone."""

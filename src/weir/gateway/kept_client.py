@@ -23,7 +23,7 @@ import structlog
 
 from weir import errors
 from weir.gateway.client import Client, ClientWatcher, WholeAnswer
-from weir.gateway.kept_reader import EVENT_END, Follower, FollowParts, KeptReader, StreamMeta, StreamShape
+from weir.gateway.kept_reader import EVENT_END, Follower, FollowParts, KeptReader, Reading, StreamMeta, StreamShape
 from weir.gateway.sealing import StreamSeal
 from weir.kept_streams import StreamName, StreamWriter
 from weir.messages import GenerationRecord, StandingView
@@ -33,6 +33,7 @@ _log = structlog.get_logger("weir.gateway")
 
 
 Headers = Sequence[tuple[bytes, bytes]]
+_END_PAUSES_S = (0.1, 0.5)
 _OF_STREAMS = (b"content-type", b"cache-control", b"x-accel-buffering")
 
 
@@ -80,13 +81,17 @@ class KeepParts:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A stream whose head is stored. grace_ms: for which it goes on without a reader; None: to its end."""
+    """A stream whose head is stored. grace_ms: for which it goes on without a reader; None: to its end.
+
+    whole_max: of an answer that is shown whole, as events.
+    """
 
     name: StreamName
     meta: StreamMeta
     seal: StreamSeal
     writer: StreamWriter
     grace_ms: Millis | None
+    whole_max: Bytes
 
 
 class KeptClient:
@@ -108,10 +113,11 @@ class KeptClient:
         self._grace: asyncio.TimerHandle | None = None
         self._touched = 0
         self._opened = self._is_cut = self._is_relieving = False
-        self._segments = self._events = self._stored = 0
+        self._segments = self._events = self._stored = self._collected = 0
         self._shown = 0  # events that were forwarded
         self._waiting: deque[bytes] = deque()  # what is not stored yet
         self._pieces: list[bytes] = []  # of an answer that is shown whole
+        self._told: asyncio.Future[None] | None = None  # that it has begun
         self._behind: asyncio.Future[bool] | None = None  # whether it was shown everything
         self._record: GenerationRecord | None = None
         self._standing: StandingView | None = None
@@ -133,6 +139,8 @@ class KeptClient:
         while self._stored < segments and self._waiting:
             self._stored += 1
             self._forward(self._waiting.popleft())
+        if self._watcher is not None:
+            self._watcher.client_writable()
 
     # ── the gateway's Client ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -187,7 +195,7 @@ class KeptClient:
             await self._end_stream()
             return
         if self._begun is not None and self._record is not None and not self._is_cut:
-            self._last = [self._shape.closing(self._record, b"", 0)]
+            self._last = [self._shape.closing(self._record, ())]
             await self._store_end(self._begun, self._last[0])
         await self._inner.finish(body)
 
@@ -215,6 +223,9 @@ class KeptClient:
         """The same."""
         if self._is_cut and self._watcher is not None:
             self._watcher.client_writable()
+
+    def client_not_kept(self) -> None:
+        """An exchange never says so."""
 
     def _wait_for_readers(self) -> None:
         assert self._begun is not None and self._parts is not None
@@ -280,10 +291,13 @@ class KeptClient:
         self._spawn(self._delete(self._begun.name))
         while self._waiting:
             self._forward(self._waiting.popleft())
+        if self._watcher is not None and (self._manner is Manner.BEGUN or self._behind is not None or not self._attached):
+            if reason == "store":
+                self._watcher.client_not_kept()
+            else:
+                self._watcher.client_lost()
         if self._behind is not None:
             self._inner.abort()
-        if self._watcher is not None and (self._manner is Manner.BEGUN or not self._attached):
-            self._watcher.client_lost()
 
     async def _delete(self, name: StreamName) -> None:
         assert self._parts is not None
@@ -306,10 +320,19 @@ class KeptClient:
                     self._inner.write(body)
                     self._shown += body.count(EVENT_END)
         elif self._manner is Manner.WHOLE:
-            self._pieces.append(body)
+            self._collect(body)
         elif self._shown == 0:
             self._shown = 1
-            self._spawn(self._answer(self._shape.begun(body, self._headers)))
+            self._told = asyncio.get_running_loop().create_future()
+            self._spawn(self._tell_begun(self._shape.begun(body, self._headers), self._told))
+
+    def _collect(self, body: bytes) -> None:
+        """For an answer that is shown whole; one that is longer than any that was asked for is given up."""
+        self._pieces.append(body)
+        self._collected += len(body)
+        if self._begun is not None and self._collected > self._begun.whole_max and not self._inner.is_lost:
+            self._pieces.clear()
+            self._inner.abort()
 
     def _fall_behind(self) -> None:
         """A client that takes too little reads from the store, at its own pace, and is dropped where it takes nothing."""
@@ -317,7 +340,7 @@ class KeptClient:
         self._behind = asyncio.get_running_loop().create_future()
         follow = self._parts.follow
         reader = KeptReader(follow.store, follow.entropy, self._begun.name, self._begun.seal, self._begun.meta)
-        follower = Follower(follow, reader, self._inner, self._shape, self._shown - 1, follow.keep_alive_ms)
+        follower = Follower(follow, reader, self._inner, self._shape, Reading(self._shown - 1, follow.keep_alive_ms))
         self._spawn(self._follow(follower, self._behind))
 
     async def _follow(self, follower: Follower, over: asyncio.Future[bool]) -> None:
@@ -327,7 +350,15 @@ class KeptClient:
         except errors.StreamStoreUnavailable:
             self._inner.abort()
         finally:
-            over.set_result(is_whole)
+            if not over.done():
+                over.set_result(is_whole)
+
+    async def _tell_begun(self, answer: WholeAnswer, told: asyncio.Future[None]) -> None:
+        try:
+            await self._answer(answer)
+        finally:
+            if not told.done():
+                told.set_result(None)
 
     async def _answer(self, answer: WholeAnswer) -> None:
         await self._inner.start(answer.status, answer.head())
@@ -353,20 +384,37 @@ class KeptClient:
             await self._inner.finish()
         elif self._manner is Manner.WHOLE:
             await self._show_whole(last)
+        elif self._told is not None:
+            await self._told
 
     async def _store_end(self, begun: Begun, last: bytes) -> bool:
         """Whether this is how it ends; True also where it was cut instead."""
         assert self._parts is not None
-        store, sealed = self._parts.follow.store, begun.seal.seal_end(self._events, last, self._parts.follow.entropy)
+        sealed = begun.seal.seal_end(self._events, last, self._parts.follow.entropy)
         try:
             await begun.writer.flush()
-            stored = await store.end(begun.name, sealed)
         except errors.StreamStoreUnavailable:
             self._cut("store")
+            return True
+        stored = await self._tried_end(begun.name, sealed)
+        if stored is None:
             return True
         self._parts.budget.take(begun.name.tenant, len(sealed))
         self._parts.follow.wakes.wake(begun.name)
         return stored == sealed
+
+    async def _tried_end(self, name: StreamName, sealed: bytes) -> bytes | None:
+        """What is stored as the end; None where that fails again and again: readers then end it by its record."""
+        assert self._parts is not None
+        for pause_s in (*_END_PAUSES_S, None):
+            try:
+                return await self._parts.follow.store.end(name, sealed)
+            except errors.StreamStoreUnavailable:
+                if pause_s is not None:
+                    await asyncio.sleep(pause_s)
+        _log.warning("retained_stream_without_end", tenant=name.tenant)
+        self._parts.on_cut("end")
+        return None
 
     async def _show_whole(self, last: bytes) -> None:
         assert self._record is not None

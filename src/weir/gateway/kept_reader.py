@@ -6,13 +6,14 @@ the record, once, and then that is the stream's end for everybody.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from weir import errors
+from weir.core.endings import FinishReason
 from weir.gateway.client import Client
 from weir.gateway.sealing import StreamSeal
 from weir.kept_streams import StreamName, StreamStore
@@ -22,8 +23,14 @@ from weir.units import Bytes, Millis, Nanos, ns_from_ms
 
 EVENT_END = b"\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-OWNER_ENDS_MS: Millis = 3_000
-"""For so long after a record is terminal its gateway may still be about to write the end; later it is taken for dead."""
+OWNER_ENDS_MS: Millis = 30_000
+LOST_OWNER_ENDS_MS: Millis = 3_000
+"""For so long after a record is terminal its gateway may still be about to write the end; later it is taken for dead.
+
+It waits for the settlement and for its store, each in seconds. Of one whose session was lost, which its record tells, it is not
+expected."""
+_WAIT_MS_MAX: Millis = 800
+"""Readers look so often at whether they may still read: a revocation is to end them within a second."""
 READERS_MAX = 512
 READERS_PER_TENANT_MAX = 128
 """Of one gateway, at the same time: each asks the store some times a second."""
@@ -45,9 +52,9 @@ class StreamMeta(msgspec.Struct, frozen=True):
 class StreamShape(Protocol):
     """How a surface's events look, as far as keeping them needs it."""
 
-    def closing(self, record: GenerationRecord, first: bytes, number: int) -> bytes:
-        """The last events of an ended generation that its gateway did not end. first: the stream's first events, number: how
-        many came so far; where none came, all events of it."""
+    def closing(self, record: GenerationRecord, pieces: Sequence[bytes]) -> bytes:
+        """The last events of an ended generation that its gateway did not end. pieces: all its events so far; where there are
+        none, all events of it."""
         ...
 
 
@@ -101,7 +108,6 @@ class KeptReader:
         self.name = name
         self.meta = meta
         self.events = 0
-        self.first = b""
         self._store = store
         self._entropy = entropy
         self._seal = seal
@@ -114,17 +120,23 @@ class KeptReader:
         pieces = [self._seal.open(number, sealed) for number, sealed in enumerate(segments, self._segments)]
         self._segments += len(pieces)
         self.events += sum(piece.count(EVENT_END) for piece in pieces)
-        if pieces and not self.first:
-            self.first = pieces[0]
         return pieces
+
+    def again(self) -> "KeptReader":
+        """Another reader, from the beginning."""
+        return KeptReader(self._store, self._entropy, self.name, self._seal, self.meta)
 
     async def ending(self) -> tuple[int, bytes] | None:
         """How many events come before the end, and the events of the end; None while it has none."""
         sealed = await self._store.ending(self.name)
         return None if sealed is None else self._seal.open_end(sealed)
 
-    async def end_with(self, last: bytes) -> tuple[int, bytes]:
+    async def end_by(self, record: GenerationRecord, shape: StreamShape) -> tuple[int, bytes]:
         """End it after what was read, unless somebody did: how it ended. Raises StreamStoreUnavailable."""
+        again, pieces = self.again(), list[bytes]()
+        while again.events < self.events and (found := await again.more()):
+            pieces += found
+        last = shape.closing(record, pieces)
         sealed = self._seal.seal_end(self.events, last, self._entropy)
         return self._seal.open_end(await self._store.end(self.name, sealed))
 
@@ -145,36 +157,42 @@ class FollowParts:
 RecordOf = Callable[[], Awaitable[GenerationRecord | None]]
 
 
-class Follower:
-    """Shows a stream to one client, from behind event `after` to its end. Not before the client got its headers.
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a reader may see and for how long. after: the last event that is not wanted, -1: all are.
 
-    record_of: the generation's record as it is now; None where it is not to be asked, because whoever makes the stream is here.
-    touch_ms: how often the stream is told that it has a reader.
+    touch_ms: how often the stream is told that it has a reader. is_allowed: whether this one may read on.
     """
 
-    def __init__(
-        self, parts: FollowParts, reader: KeptReader, client: Client, shape: StreamShape, after: int, touch_ms: Millis
-    ) -> None:
+    after: int
+    touch_ms: Millis
+    is_allowed: Callable[[], bool] = lambda: True
+
+
+class Follower:
+    """Shows a stream to one client, to its end. Not before the client got its headers."""
+
+    def __init__(self, parts: FollowParts, reader: KeptReader, client: Client, shape: StreamShape, reading: Reading) -> None:
         self._parts = parts
         self._reader = reader
         self._client = client
         self._shape = shape
-        self._after = after
+        self._reading = reading
         self._number = 0  # of the next event that is read
-        self._touch_ns = ns_from_ms(touch_ms)
         self._touched_ns: Nanos | None = None
         self._idle = 0
         self._asked_ns = self._written_ns = self._now()
         self._ended_ns: Nanos | None = None
 
     async def run(self, record_of: RecordOf | None = None) -> bool:
-        """Whether everything was shown; False where the client was lost, the stream deleted, or the gateway closes.
+        """Whether everything was shown; False where the client is lost, may read no more, or the gateway closes.
 
-        Raises StreamStoreUnavailable.
+        record_of: the generation's record as it is now; None where it is not to be asked, because whoever makes the stream is
+        here. Raises StreamStoreUnavailable, also where the stream was deleted or has lost a part.
         """
         reader, waiter = self._reader, self._parts.wakes.enter(self._reader.name)
         try:
-            while not self._client.is_lost and not self._parts.wakes.is_closed:
+            while self._goes_on():
                 waiter.clear()
                 await self._touch()
                 ending = await reader.ending()
@@ -188,6 +206,8 @@ class Follower:
                 if ending is None and record_of is not None:
                     ending = await self._ending_by_record(record_of)
                 if ending is not None:
+                    if reader.events < ending[0]:
+                        raise errors.StreamStoreUnavailable("The stored stream has lost its last events, or was deleted.")
                     return await self._show(ending[1])
                 await self._wait(waiter)
             return False
@@ -199,9 +219,12 @@ class Follower:
     def _now(self) -> Nanos:
         return self._parts.clock.monotonic_ns()
 
+    def _goes_on(self) -> bool:
+        return not self._client.is_lost and not self._parts.wakes.is_closed and self._reading.is_allowed()
+
     async def _touch(self) -> None:
         now_ns = self._now()
-        if self._touched_ns is None or now_ns - self._touched_ns >= self._touch_ns:
+        if self._touched_ns is None or now_ns - self._touched_ns >= ns_from_ms(self._reading.touch_ms):
             self._touched_ns = now_ns
             await self._parts.store.touch(self._reader.name)
 
@@ -212,7 +235,7 @@ class Follower:
         if before is not None:
             events = events[: max(0, before - first)]
         self._number += len(events)
-        wanted = events[max(0, self._after + 1 - first) :]
+        wanted = events[max(0, self._reading.after + 1 - first) :]
         if wanted:
             self._client.write(b"".join([event + EVENT_END for event in wanted]))
             self._written_ns = self._now()
@@ -221,13 +244,14 @@ class Follower:
     async def _is_taken(self) -> bool:
         """Wait until little enough is left to be written; a client that takes nothing for a while is dropped."""
         left, since_ns = self._client.unsent, self._now()
-        while not self._client.is_lost and self._client.unsent > self._parts.buffer:
+        while self._goes_on() and self._client.unsent > self._parts.buffer:
             await asyncio.sleep(_DRAIN_POLL_S)
+            await self._touch()
             if self._client.unsent < left:
                 left, since_ns = self._client.unsent, self._now()
             elif self._now() - since_ns > ns_from_ms(self._parts.slow_client_grace_ms):
                 self._client.abort()
-        return not self._client.is_lost
+        return self._goes_on()
 
     async def _ending_by_record(self, record_of: RecordOf) -> tuple[int, bytes] | None:
         """The end of a stream whose gateway is gone, made of its record; None while that is not known."""
@@ -243,14 +267,15 @@ class Follower:
             return None
         if self._ended_ns is None:
             self._ended_ns = now_ns
-        if now_ns - self._ended_ns < ns_from_ms(OWNER_ENDS_MS):
+        is_lost = record.finish_reason is FinishReason.COORDINATOR_LOST
+        if now_ns - self._ended_ns < ns_from_ms(LOST_OWNER_ENDS_MS if is_lost else OWNER_ENDS_MS):
             return None
-        return await self._reader.end_with(self._shape.closing(record, self._reader.first, self._reader.events))
+        return await self._reader.end_by(record, self._shape)
 
     async def _wait(self, waiter: asyncio.Event) -> None:
         self._idle = min(self._idle + 1, _POLLS_SLOWEST)
         try:
-            async with asyncio.timeout(self._idle * self._parts.store.poll_ms / 1e3):
+            async with asyncio.timeout(min(self._idle * self._parts.store.poll_ms, _WAIT_MS_MAX, self._reading.touch_ms) / 1e3):
                 await waiter.wait()
         except TimeoutError:
             pass

@@ -25,7 +25,7 @@ from weir.gateway.inbox import LOST_RETRY_MS, Inbox
 from weir.gateway.kept_client import KeptClient
 from weir.gateway.kept_reader import StreamMeta
 from weir.gateway.planning import EngineFor, Ids, Plan, Planner, acquire_of
-from weir.gateway.relay import Relay, RelayParts
+from weir.gateway.relay import Relay, RelayParts, whole_answer_bytes_max
 from weir.gateway.retention import RetentionDesk
 from weir.kept_streams import StreamName
 from weir.messages import Admitted, GenerationRecord, Rejected, StandingView
@@ -39,6 +39,8 @@ _STANDING_S = 0.25
 """How long headers wait for a coordinator whose link is away."""
 _DRAINING_RETRY_MS: Millis = 1_000
 _ID_BYTES = 12
+_EVENT_BYTES_PER_BYTE = 4
+"""What events of an output take at most beside it, about: each has a name, a number and JSON around a token."""
 
 Replay: TypeAlias = Callable[[GenerationRecord, StandingView], Awaitable[bool]]
 """Shows what was kept of a generation that has ended; False, and nothing shown, where nothing was."""
@@ -93,13 +95,17 @@ class Gateway:
             is_heard=is_heard,
         )
 
+    def keep_with(self, retained: RetentionDesk) -> None:
+        """Keep streams; once, before `run`, so that what is over is swept."""
+        self.retained = retained
+        retained.connect(self._config, self._telemetry, self._spawn)
+
     async def run(self) -> None:
         """Tick the relays and own the gateway's tasks until `close`."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             upkeep = [tasks.create_task(self._tick_forever())]
             if self.retained is not None:
-                self.retained.connect(self._config, self._telemetry, self._spawn)
                 upkeep.append(tasks.create_task(self.retained.sweep_forever()))
             await self._closed.wait()
             for task in upkeep:
@@ -191,12 +197,15 @@ class Gateway:
             return
         ids = Ids(relay.ref, plan.request_id, self._new_id("gen"))
         assert self._parts is not None
-        if plan.request.retain and not await self._keep(plan, ids, answer, surface):
-            return
-        relay.acquire(acquire_of(plan, ids, self._planner.digest(plan), self._planner.prefix(plan), surface, waited_ns))
         left_s = plan.deadline_ms / 1e3 - waited_ns / 1e9
         deadline = self._parts.loop.call_later(left_s, relay.stop, FinishReason.DEADLINE)
         try:
+            if plan.request.retain and not await self._keep(plan, ids, answer, surface):
+                return
+            if not relay.is_over:  # it may have ended while its stream was begun
+                waited_ns = self._clock.monotonic_ns() - answer.client.read_ns
+                prefix = self._planner.prefix(plan)
+                relay.acquire(acquire_of(plan, ids, self._planner.digest(plan), prefix, surface, waited_ns))
             await self._serve_decided(relay, plan, answer, ids, replay)
         finally:
             deadline.cancel()
@@ -208,7 +217,8 @@ class Gateway:
         assert isinstance(answer.client, KeptClient) and self.retained is not None
         meta = StreamMeta(ids.request_id, surface, self._clock.wall_ms() // 1_000)
         try:
-            await self.retained.begin(answer.client, StreamName(plan.principal.tenant, ids.generation_id), meta)
+            name = StreamName(plan.principal.tenant, ids.generation_id)
+            await self.retained.begin(answer.client, name, meta, _EVENT_BYTES_PER_BYTE * whole_answer_bytes_max(plan))
         except errors.WeirError as refusal:
             self.count_refusal(refusal)
             await answer.refuse(refusal, await self.standing(plan.principal, plan.alias.name), None)
@@ -228,7 +238,7 @@ class Gateway:
         if isinstance(relay.decision, Admitted):
             accepted = _accepted(plan, ids, relay.decision)
             if plan.request.retain and self.retained is not None:
-                await self.retained.admitted(plan.principal.tenant)
+                self._spawn(self.retained.admitted(plan.principal.tenant))
             if plan.request.stream:
                 await self._open_stream(relay, answer, accepted)
             await relay.until(lambda: relay.is_over)
@@ -238,15 +248,22 @@ class Gateway:
                     await answer.refuse(error_of(rejected), rejected.standing, rejected.generation)
             case Admitted() as admitted:
                 await self._end_admitted(relay, plan, answer, accepted or _accepted(plan, ids, admitted))
-            case None if relay.is_lost and not relay.shows_no_answer:
-                await self._refuse(_without_coordinator(), answer)
-            case None if relay.is_too_late and not relay.shows_no_answer:
-                detail = "Nothing was decided before the deadline."
-                members = {"predicted_ms": plan.deadline_ms, "deadline_ms": plan.deadline_ms}  # at least as long as it waited
-                refusal = errors.DeadlineUnmeetableNow(detail, members=members, retry_after_ms=LOST_RETRY_MS)
-                await self._refuse(refusal, answer)
             case None:
-                self._telemetry.left_early.inc()
+                await self._end_undecided(relay, plan, answer)
+
+    async def _end_undecided(self, relay: Relay, plan: Plan, answer: Answer) -> None:
+        """It ended before anything was decided."""
+        if relay.shows_no_answer:
+            self._telemetry.left_early.inc()
+        elif relay.is_lost:
+            await self._refuse(_without_coordinator(), answer)
+        elif relay.is_too_late:
+            detail = "Nothing was decided before the deadline."
+            members = {"predicted_ms": plan.deadline_ms, "deadline_ms": plan.deadline_ms}  # at least as long as it waited
+            refusal = errors.DeadlineUnmeetableNow(detail, members=members, retry_after_ms=LOST_RETRY_MS)
+            await self._refuse(refusal, answer)
+        else:
+            await self._refuse(errors.Draining("This gateway is draining.", retry_after_ms=_DRAINING_RETRY_MS), answer)
 
     async def _end_admitted(self, relay: Relay, plan: Plan, answer: Answer, accepted: Accepted) -> None:
         if relay.record is not None and not relay.shows_no_answer:

@@ -102,6 +102,7 @@ class Relay:
         self._answer = answer
         self._client = answer.client
         self._streamed = plan.request.stream
+        self._keeps = plan.request.retain
         self._attempt = Attempt(plan, parts.step_tokens)
         self._changed = Signal(parts.loop)
         self._opened = False
@@ -161,7 +162,8 @@ class Relay:
     @property
     def shows_no_answer(self) -> bool:
         """Whether nobody is there to read one, now or later."""
-        return self._client.is_lost or (self._cause in _ANSWERLESS and not self._plan.request.retain)
+        is_kept = self._keeps and isinstance(self.decision, Admitted)
+        return self._client.is_lost or (self._cause in _ANSWERLESS and not is_kept)
 
     def open_output(self) -> None:
         """Headers are out: write what waited for them, and from now on as it comes. What ended meanwhile gets no output."""
@@ -304,7 +306,7 @@ class Relay:
 
     def _bound_whole_answer(self) -> None:
         """An answer that is not streamed waits here whole: no engine may fill the memory with it."""
-        if self._attempt.stream.held_bytes > _whole_answer_bytes_max(self._plan):
+        if self._attempt.stream.held_bytes > whole_answer_bytes_max(self._plan):
             self._attempt.detail = "The engine sent more than what was asked for can take."
             self.stop(FinishReason.ENGINE_ERROR)
 
@@ -331,6 +333,8 @@ class Relay:
             return
         if self._streamed and (self._attempt.stream.is_held or not self._opened):
             return
+        if self._keeps and self._client.unsent:
+            return  # what is not stored yet is not delivered
         self._finish(end.reason)
 
     # ── towards the client ───────────────────────────────────────────────────────────────────────────────────────────
@@ -366,15 +370,23 @@ class Relay:
         self._balance()
 
     def client_writable(self) -> None:
-        """The transport has room again."""
+        """The transport has room again, or what is kept was stored."""
         self._balance()
+        if self._keeps:
+            self._complete_if_done()
+
+    def client_not_kept(self) -> None:
+        """The platform could not keep the stream, and nobody is there to read it."""
+        self._attempt.detail = "The stream could not be kept."
+        self.stop(FinishReason.LEDGER_UNAVAILABLE)
 
     def tick(self, now_ns: Nanos) -> None:
         """Called several times a second: slow client, late ledger, keep-alive."""
         if self._attempt.is_paused:
             self._balance()
         held_since_ns = self._attempt.held_since_ns
-        if self._oldest_unaccepted_ns(now_ns) > ns_from_ms(self._parts.config.slow_client_grace_ms):
+        is_kept = self._keeps and not self._client.is_lost  # who is slow then reads from the store, and is dropped there
+        if not is_kept and self._oldest_unaccepted_ns(now_ns) > ns_from_ms(self._parts.config.slow_client_grace_ms):
             self._give_up_on_client()
         elif held_since_ns is not None and not self._parts.is_heard():
             self._attempt.held_since_ns = now_ns  # it is not the ledger that is late
@@ -476,7 +488,8 @@ class Relay:
         return None if first_ns is None else (first_ns - self._client.read_ns) / 1e6
 
 
-def _whole_answer_bytes_max(plan: Plan) -> Bytes:
+def whole_answer_bytes_max(plan: Plan) -> Bytes:
+    """Above this an answer is more than what was asked for can take."""
     demands = plan.request.demands
     if demands.embedding is not None:
         return _WHOLE_ANSWER_BYTES + VECTOR_BYTES_MAX * len(demands.embedding.texts)

@@ -19,7 +19,7 @@ from weir.core.tenancy import Retention
 from weir.gateway.client import Client
 from weir.gateway.inbox import Inbox
 from weir.gateway.kept_client import Begun, KeepParts, KeptClient
-from weir.gateway.kept_reader import Follower, FollowParts, KeptReader, RecordOf, StreamMeta, StreamShape, Wakes
+from weir.gateway.kept_reader import Follower, FollowParts, KeptReader, Reading, RecordOf, StreamMeta, StreamShape, Wakes
 from weir.gateway.sealing import KeyRing, open_head, seal_head
 from weir.kept_streams import StoredStream, StreamName, StreamStore
 from weir.ports import Clock, Entropy
@@ -32,7 +32,7 @@ _LOOKS_PER_BYTES = 16
 
 
 class RetentionDesk:
-    """One gateway's. ring: the keys as they are now."""
+    """One gateway's. ring: the keys as they are now. inbox: whose snapshot says who keeps streams."""
 
     def __init__(
         self,
@@ -47,11 +47,13 @@ class RetentionDesk:
         self._ring = ring
         self._clock = clock
         self._entropy = entropy
-        self._inbox = inbox
+        self.inbox = inbox
         self._sweep_ms = sweep_ms
         self._wakes = Wakes()
         self._listed: dict[str, Bytes] = {}  # of tenants that keep streams, as last looked up
         self._written: dict[str, Bytes] = {}  # here, since
+        self._fitting: dict[str, asyncio.Task[bool]] = {}
+        self._without_policy: set[str] = set()  # at the last sweep
         self._parts: KeepParts | None = None
 
     def connect(self, config: GatewayConfig, telemetry: Telemetry, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> None:
@@ -78,13 +80,15 @@ class RetentionDesk:
 
     def policy(self, tenant: str) -> Retention | None:
         """What a tenant asked for, None where it keeps nothing or is no more."""
-        owner = self._inbox.snapshot.tenants.get(tenant)
+        owner = self.inbox.snapshot.tenants.get(tenant)
         return owner.keeps if owner is not None else None
 
     # ── keeping ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def begin(self, client: KeptClient, name: StreamName, meta: StreamMeta) -> None:
+    async def begin(self, client: KeptClient, name: StreamName, meta: StreamMeta, whole_max: Bytes) -> None:
         """Keep what is written for this client, if it is admitted; until then nothing is deleted for it.
+
+        whole_max: of the events of an answer that is shown whole.
 
         Raises UnsupportedField, QueueFull where no room could be made, or StreamStoreUnavailable.
         """
@@ -100,7 +104,7 @@ class RetentionDesk:
         writer = await self._store.create(name, head, client.on_stored)
         self.take(name.tenant, len(head))
         grace_ms = None if client.is_background else 1_000 * policy.resume_grace_seconds
-        client.begin(self._parts, Begun(name, meta, seal, writer, grace_ms))
+        client.begin(self._parts, Begun(name, meta, seal, writer, grace_ms, whole_max))
 
     async def admitted(self, tenant: str) -> None:
         """A stream that was begun goes on: what is oldest makes room for it."""
@@ -124,13 +128,23 @@ class RetentionDesk:
     async def _could_fit(self, tenant: str, policy: Retention) -> bool:
         """Whether there is room for one more beside those that run: the others may be deleted for it."""
         streams = await self._store.streams(tenant)
-        return sum(stream.size for stream in streams if not stream.is_ended) + _room(policy) <= policy.bytes
+        return sum(stream.size for stream in streams if not self._may_go(stream)) + _room(policy) <= policy.bytes
+
+    def _may_go(self, stream: StoredStream) -> bool:
+        """Whether it does not run: it has ended, or is older than any request."""
+        return stream.is_ended or self._clock.wall_ms() - stream.changed_ms > DEADLINE_MS_MAX
 
     async def make_room(self, tenant: str) -> bool:
         """Delete the tenant's oldest streams that have ended, until the rest and one more fit; whether the rest does.
 
         False also without a policy, and where the store fails.
         """
+        if (fitting := self._fitting.get(tenant)) is None:
+            fitting = self._fitting[tenant] = asyncio.get_running_loop().create_task(self._fit_if_kept(tenant))
+            fitting.add_done_callback(lambda _: self._fitting.pop(tenant))
+        return await asyncio.shield(fitting)
+
+    async def _fit_if_kept(self, tenant: str) -> bool:
         policy = self.policy(tenant)
         try:
             return policy is not None and await self._fit(tenant, policy)
@@ -143,7 +157,7 @@ class RetentionDesk:
         for stream in streams:
             if total + _room(policy) <= policy.bytes:
                 break
-            if stream.is_ended:
+            if self._may_go(stream):
                 await self._store.delete(stream.name)
                 total -= stream.size
         self._listed[tenant], self._written[tenant] = total, 0
@@ -151,13 +165,13 @@ class RetentionDesk:
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def find(self, tenant: str, generation_id: str) -> KeptReader | None:
+    async def find(self, tenant: str, generation_id: str, *, has_ended: bool) -> KeptReader | None:
         """A stream that is kept; None where it was not, is no more, or its key was dropped. Raises StreamStoreUnavailable."""
         name = StreamName(tenant, generation_id)
         policy = self.policy(tenant)
         stored = await self._store.find(name) if policy is not None else None
         head = await self._store.head(name) if stored is not None else None
-        if policy is None or stored is None or head is None or self._is_over(stored, policy):
+        if policy is None or stored is None or head is None or self._is_over(stored, policy, has_ended=has_ended):
             return None
         opened = open_head(await self._ring(), name, head)
         if opened is None:
@@ -174,14 +188,22 @@ class RetentionDesk:
         self._wakes.check_room(tenant)
 
     async def follow(
-        self, reader: KeptReader, client: Client, shape: StreamShape, after: int, record_of: RecordOf | None
+        self,
+        reader: KeptReader,
+        client: Client,
+        shape: StreamShape,
+        record_of: RecordOf,
+        after: int = -1,
+        is_allowed: Callable[[], bool] = lambda: True,
     ) -> bool:
         """Show the events behind `after`; as `Follower.run` says. A client that is lost or too slow is dropped."""
         assert self._parts is not None
-        policy = self.policy(reader.name.tenant)
+        tenant = reader.name.tenant
+        policy = self.policy(tenant)
         grace_ms = 1_000 * policy.resume_grace_seconds if policy is not None else _TOUCH_MS_MAX
         touch_ms = min(_TOUCH_MS_MAX, grace_ms // 3)
-        return await Follower(self._parts.follow, reader, client, shape, after, touch_ms).run(record_of)
+        reading = Reading(after, touch_ms, lambda: is_allowed() and self.policy(tenant) is not None)
+        return await Follower(self._parts.follow, reader, client, shape, reading).run(record_of)
 
     async def delete(self, tenant: str, generation_id: str) -> None:
         """Nothing of it is kept on return. Raises StreamStoreUnavailable."""
@@ -200,22 +222,31 @@ class RetentionDesk:
 
     async def sweep(self) -> None:
         """Delete streams whose time is over, above their tenant's bytes, and of tenants that keep none any more."""
-        if not self._inbox.snapshot.version or self._inbox.fresh_ms == 0:
+        snapshot = self.inbox.snapshot
+        if not snapshot.version or self.inbox.fresh_ms == 0 or self.inbox.is_lost:
             return  # who keeps what is not known
-        for tenant in await self._store.tenants():
-            policy = self.policy(tenant)
-            for stream in await self._store.streams(tenant):
-                if policy is None or self._is_over(stream, policy):
-                    await self._store.delete(stream.name)
-            if policy is None:
-                self._listed.pop(tenant, None)
-                self._written.pop(tenant, None)
-            else:
+        stored = await self._store.tenants()
+        for tenant in stored:
+            if (policy := self.policy(tenant)) is not None:
+                for stream in await self._store.streams(tenant):
+                    if self._is_over(stream, policy):
+                        await self._store.delete(stream.name)
                 await self._fit(tenant, policy)
+        # Twice in a row: a snapshot may be older than a policy for a moment. Tenants of another cell are not ours to judge.
+        without = {tenant for tenant in stored if tenant in snapshot.tenants and self.policy(tenant) is None}
+        for tenant in without & self._without_policy:
+            await self._forget(tenant)
+        self._without_policy = without
 
-    def _is_over(self, stream: StoredStream, policy: Retention) -> bool:
-        """A stream without an end may still run, for as long as any request may."""
-        kept_ms = 1_000 * policy.seconds + (0 if stream.is_ended else DEADLINE_MS_MAX)
+    async def _forget(self, tenant: str) -> None:
+        for stream in await self._store.streams(tenant):
+            await self._store.delete(stream.name)
+        self._listed.pop(tenant, None)
+        self._written.pop(tenant, None)
+
+    def _is_over(self, stream: StoredStream, policy: Retention, *, has_ended: bool = False) -> bool:
+        """A stream without an end may still run, as long as any request may. has_ended: its record says that it does not."""
+        kept_ms = 1_000 * policy.seconds + (0 if stream.is_ended or has_ended else DEADLINE_MS_MAX)
         return self._clock.wall_ms() - stream.changed_ms > kept_ms
 
 

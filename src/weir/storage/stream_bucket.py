@@ -42,6 +42,7 @@ _PAUSES_SECONDS = (0.05, 0.25)
 _ADDRESS = re.compile(r"(s3|gs|az)://[^/].*|file:///.+")
 _QUERY = re.compile(r"[?]\S*")
 _GETS_MAX = 16
+_TOUCH_DIGITS_MAX = 20
 _LISTED_AT_ONCE = 1_000
 _DELETE_ROUNDS = 4
 
@@ -260,7 +261,10 @@ class StreamBucket:
     async def touched(self, name: StreamName) -> int:
         """As the port says."""
         check_name(name)
-        return int(await self._get(f"{folder_key(name)}touched") or b"0")
+        told = await self._get(f"{folder_key(name)}touched") or b"0"
+        if not told.isdigit() or len(told) > _TOUCH_DIGITS_MAX:
+            raise errors.StreamStoreUnavailable("The stored stream is damaged.")
+        return int(told)
 
     async def streams(self, tenant: str) -> list[StoredStream]:
         """As the port says. Times are the store's own: on S3, whole seconds."""

@@ -191,6 +191,10 @@ class StreamMemory:
         await self._turn("delete")
         self._streams.pop(name, None)
 
+    def lose_last(self, name: StreamName, segments: int) -> None:
+        """What a broken disk does: the last segments of a stream are gone."""
+        del self._streams[name].segments[-segments:]
+
     async def aclose(self) -> None:
         """Nothing is held; others may share the store."""
 

@@ -6,7 +6,8 @@ from urllib.parse import parse_qsl
 
 from weir import errors
 from weir.api.door import Call, Door, Methods
-from weir.api.kept_answers import KeptAnswers
+from weir.api.generations import generation_body
+from weir.api.kept_answers import KeptAnswers, off_loop
 from weir.api.openai import responses
 from weir.api.openai.response_shapes import ID_PREFIX
 from weir.api.openai.response_streams import ResponsesShape, response_in, retrieved
@@ -18,6 +19,7 @@ from weir.messages import GenerationRecord
 
 _PATH = "/v1/responses"
 _NUMBER_DIGITS_MAX = 18
+_ASKED_ONCE = ("stream", "starting_after")
 
 
 class ResponsesSurface:
@@ -63,10 +65,13 @@ class ResponsesSurface:
     async def _retrieve(self, call: Call) -> None:
         record = await self._door.find(call, _request_id(call.argument))
         stream, after = _following(call.exchange.query)
-        if stream:
-            await self._kept.show_events(call, record, after, "starting_after")
-        else:
+        if not stream:
             await self._send(call, record)
+            return
+        try:
+            await self._kept.show_events(call, record, after, "starting_after")
+        except errors.StreamNotRetained as refusal:
+            await self._tell_not_kept(call, record, refusal)
 
     async def _cancel(self, call: Call) -> None:
         await self._send(call, await self._door.cancel(call, _request_id(call.argument)))
@@ -74,14 +79,23 @@ class ResponsesSurface:
     async def _delete(self, call: Call) -> None:
         record = await self._door.find(call, _request_id(call.argument))
         assert call.principal is not None
-        await self._kept.delete(call.principal, record)
+        try:
+            await self._kept.delete(call.principal, record)
+        except errors.StreamNotRetained as refusal:
+            await self._tell_not_kept(call, record, refusal)
+            return
         body = {"id": call.argument, "object": "response", "deleted": True}
         await self._door.send_json(call, body, record.request_id)
+
+    async def _tell_not_kept(self, call: Call, record: GenerationRecord, refusal: errors.StreamNotRetained) -> None:
+        rendered = openai_error(refusal, self._door.clock.wall_ms(), extra={"generation": generation_body(record)})
+        assert call.principal is not None
+        await self._door.send(call, rendered, await self._door.standing(call.principal), record.request_id)
 
     async def _send(self, call: Call, record: GenerationRecord) -> None:
         """A response as it is kept; where it is not, as its record has it: without text, settings and times."""
         body = retrieved(record, b"")
-        with suppress(errors.StreamStoreUnavailable):  # the state is shown in any case
+        with suppress(errors.StreamStoreUnavailable, errors.QueueFull):  # the state is shown in any case
             body = await self._kept_response(call, record) or body
         await self._door.send_json(call, body, record.request_id)
 
@@ -89,9 +103,10 @@ class ResponsesSurface:
         assert call.principal is not None
         reader = await self._kept.find(call.principal, record)
         if reader is not None and record.finish_reason is not None:
-            return response_in((await self._kept.pieces(reader, record))[-1], last=True)
-        pieces = await reader.more() if reader is not None else ()
-        return retrieved(record, pieces[0]) if pieces else None
+            pieces = await self._kept.pieces(reader, record)
+            return await off_loop(lambda: response_in(pieces[-1], last=True))
+        begun = await reader.more() if reader is not None else ()
+        return retrieved(record, begun[0]) if begun else None
 
 
 def _request_id(given: str) -> str:
@@ -102,7 +117,11 @@ def _request_id(given: str) -> str:
 def _following(query: bytes) -> tuple[bool, int]:
     """Whether the stream is asked for, and behind which event, -1 for all. Raises InvalidRequest, UnsupportedField."""
     stream, after = False, None
-    for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True):
+    asked = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+    names = [name for name, _ in asked]
+    for name, value in asked:
+        if name in _ASKED_ONCE and names.count(name) > 1:
+            refuse_field(name, "one value")
         if name == "stream" and value in ("true", "false"):
             stream = value == "true"
         elif name == "stream":
