@@ -155,7 +155,7 @@ test: postgres proxies check models signing-tool node-sdks ## Everything that CI
 	$(call say,real engines)
 	@$(PYTEST) --ignore=tests/e2e -m "model and not slow" tests
 	$(call say,end to end)
-	@$(PYTEST) -n $(WORKERS) -m "not slow" tests/e2e tests/docs
+	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" tests/e2e tests/docs
 
 .PHONY: test-fast
 test-fast: postgres setup signing-tool ## Without models and whole processes: under two minutes

@@ -8,7 +8,7 @@ from tests.e2e.http_client import exchange
 from tests.e2e.openapi_run import documented_cell, run_schemathesis
 from tests.e2e.running_cell import RunningCell
 
-SEED, EXAMPLES, BOUND_S = 20_261_130, 8, 240.0
+SEED, EXAMPLES, BOUND_S = 20_261_130, 5, 240.0
 
 
 @pytest.fixture(scope="module")
