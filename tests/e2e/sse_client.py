@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from tests.e2e.surfaces import SURFACES
 from tests.event_streams import Event, EventReader
 
-WAIT_S = 15.0
+WAIT_S = 30.0
 Body = Mapping[str, Any] | bytes | None
 
 

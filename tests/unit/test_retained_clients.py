@@ -277,3 +277,20 @@ def test_a_whole_answer_whose_end_cannot_be_stored_is_shown() -> None:
         assert inner.is_finished and inner.taken == b"one\n\ndone\n\n"
 
     in_world(scene, fault=lambda operation: operation == "end")
+
+
+def test_a_client_that_is_behind_does_not_wait_for_an_end_that_cannot_be_stored() -> None:
+    """Protects a gateway from requests that never end: who reads from the store is cut where the store takes no end."""
+
+    async def scene(stand: KeptStand) -> None:
+        inner = TakingClient()
+        client, _ = await stand.begin(stand.desk(), inner)
+        inner.is_stopped = True
+        for number in range(5):
+            client.write(b"%d:%b\n\n" % (number, b"x" * 100))
+        inner.go_on()
+        await asyncio.sleep(1)
+        await end(client)
+        assert inner.is_lost and not inner.is_finished
+
+    in_world(scene, fault=lambda operation: operation == "end")

@@ -330,9 +330,10 @@ class KeptClient:
         """For an answer that is shown whole; one that is longer than any that was asked for is given up."""
         self._pieces.append(body)
         self._collected += len(body)
-        if self._begun is not None and self._collected > self._begun.whole_max and not self._inner.is_lost:
-            self._pieces.clear()
+        if self._begun is not None and self._collected > self._begun.whole_max:
             self._inner.abort()
+        if self._inner.is_lost:
+            self._pieces.clear()
 
     def _fall_behind(self) -> None:
         """A client that takes too little reads from the store, at its own pace, and is dropped where it takes nothing."""
@@ -398,6 +399,8 @@ class KeptClient:
             return True
         stored = await self._tried_end(begun.name, sealed)
         if stored is None:
+            if self._behind is not None:  # it waits in the store for an end
+                self._inner.abort()
             return True
         self._parts.budget.take(begun.name.tenant, len(sealed))
         self._parts.follow.wakes.wake(begun.name)

@@ -137,7 +137,7 @@ class RetentionDesk:
     async def make_room(self, tenant: str) -> bool:
         """Delete the tenant's oldest streams that have ended, until the rest and one more fit; whether the rest does.
 
-        False also without a policy, and where the store fails.
+        False also without a policy. True where the store cannot be asked: it fails the next write by itself.
         """
         if (fitting := self._fitting.get(tenant)) is None:
             fitting = self._fitting[tenant] = asyncio.get_running_loop().create_task(self._fit_if_kept(tenant))
@@ -149,7 +149,7 @@ class RetentionDesk:
         try:
             return policy is not None and await self._fit(tenant, policy)
         except errors.StreamStoreUnavailable:
-            return False
+            return True
 
     async def _fit(self, tenant: str, policy: Retention) -> bool:
         streams = await self._store.streams(tenant)
