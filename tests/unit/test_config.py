@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from weir import errors
-from weir.config import FurtherPoolConfig, WeirConfig, environment_of_engine, load_config
+from weir.config import FurtherPoolConfig, WeirConfig, environment_of_engine, environment_of_gateway, load_config
 from weir.core.issuers import ISSUERS_MAX, RULE_CLAIMS_MAX, RULES_MAX, Issuer, SignInRule
 from weir.core.tenancy import ServiceClass
 
@@ -177,12 +177,15 @@ def test_what_may_hold_a_password_is_refused_unquoted(tmp_path: Path, text: str)
 
 
 def test_engines_get_no_secret_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Protects keys and the database's password from engine processes, which need neither."""
+    """Protects keys and passwords: engines get none of the database's and none of a bucket's, gateways those of a bucket."""
     secrets = {"WEIR_ADMIN_KEY": "k", "PGPASSWORD": "p"}
-    for name, value in {**secrets, "LANG": "C"}.items():
+    of_buckets = {"AWS_SECRET_ACCESS_KEY": "s", "AZURE_STORAGE_ACCOUNT_KEY": "a", "GOOGLE_APPLICATION_CREDENTIALS": "g"}
+    for name, value in {**secrets, **of_buckets, "LANG": "C"}.items():
         monkeypatch.setenv(name, value)
-    passed_on = environment_of_engine()
-    assert passed_on["LANG"] == "C" and not secrets.keys() & passed_on.keys()
+    engine, gateway = environment_of_engine(), environment_of_gateway()
+    assert engine["LANG"] == gateway["LANG"] == "C"
+    assert not (secrets | of_buckets).keys() & engine.keys()
+    assert not secrets.keys() & gateway.keys() and of_buckets.items() <= gateway.items()
 
 
 @pytest.mark.parametrize("content", [b"[gateway\n", b"\xff\xfe", None])
@@ -193,3 +196,23 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | No
         path.write_bytes(content)
     with pytest.raises(errors.InvalidRequest, match=r"weir\.toml"):
         load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ('directory = "a"', "retention.key_file"),
+        ('bucket = "s3://a"', "retention.key_file"),
+        ('directory = "a"\nbucket = "s3://a"\nkey_file = "k"', "retention.bucket"),
+        ('directory = ""', "retention.directory"),
+        ("sweep_ms = 0", "retention.sweep_ms"),
+        ('folder = "a"', "retention.folder"),
+    ],
+)
+def test_a_place_for_streams_is_one_place_with_keys(tmp_path: Path, text: str, field: str) -> None:
+    """Protects what is kept: gateways know one place, and keys for it; what is wrong is told by its name."""
+    path = tmp_path / "weir.toml"
+    path.write_text(f"[retention]\n{text}\n")
+    with pytest.raises(errors.InvalidRequest) as refused:
+        load_config(path)
+    assert refused.value.members["field"] == field
