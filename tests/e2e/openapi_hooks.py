@@ -13,8 +13,8 @@ from schemathesis import Case, HookContext
 from tests.e2e.openapi_aliases import ALIAS, VECTORS
 from tests.e2e.openapi_closing import close_answers
 
+from weir.api.functions import NAME_PATTERN
 from weir.api.generations import ALIAS_CHARS_MAX, OUTPUT_TOKENS_MAX, is_request_id
-from weir.api.openai.functions import NAME_PATTERN
 from weir.core.demands import CHOICES_MAX
 from weir.core.request import DEADLINE_MS_MAX
 

@@ -139,5 +139,5 @@ class TenantApp:
 
 
 def _safe_path(path: str) -> str:
-    """A path without anything a client chose: its first three parts."""
+    """The beginning of a path that is served, which is ours: what a client put behind it is left out."""
     return "/".join(path.split("/")[:3])

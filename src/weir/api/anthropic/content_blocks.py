@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import msgspec
 
 from weir import errors
+from weir.api.functions import CALLS_MAX, call_id_of, name_of
 from weir.api.generations import MESSAGES_MAX
-from weir.api.openai.functions import CALLS_MAX, call_id_of, name_of
 from weir.api.wire import Fields, checked_text, refuse_field
 from weir.core.demands import ToolCall
 from weir.core.request import Message

@@ -5,10 +5,9 @@ from typing import Any
 
 from weir import errors
 from weir.api.anthropic.content_blocks import conversation_of, refuse_cache_control
+from weir.api.compatible_fields import LABEL_CHARS_MAX, deadline_of, key_of, model_of, session_of
+from weir.api.functions import checked_choice, checked_tools, description_of, json_text, name_of, tools_list
 from weir.api.generations import OUTPUT_TOKENS_MAX
-from weir.api.openai.functions import checked_choice, checked_tools, description_of, json_text, name_of, tools_list
-from weir.api.openai.shapes import LABEL_CHARS_MAX, model_of
-from weir.api.weir_headers import deadline_of, key_of, session_of
 from weir.api.wire import Fields, refuse_field
 from weir.core.demands import NO_DEMANDS, Demands, FormKind, OutputForm, Tool, ToolChoice, ToolMode
 from weir.core.request import InferenceRequest, Sampling

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from weir import errors
-from weir.api.generations import MESSAGES_MAX, OUTPUT_TOKENS_MAX, SAMPLING_FIELDS, messages_of, sampling_of
-from weir.api.openai.chunked import ChunkOptions
-from weir.api.openai.functions import (
+from weir.api.compatible_fields import LABEL_CHARS_MAX, LABELS, check_labels, deadline_of, key_of, model_of, session_of
+from weir.api.functions import (
     CALLS_MAX,
     FUNCTION_FIELDS,
     SCHEMA_FIELDS,
@@ -21,7 +20,8 @@ from weir.api.openai.functions import (
     tool_of,
     tools_list,
 )
-from weir.api.openai.shapes import LABEL_CHARS_MAX, LABELS, check_labels, deadline_of, key_of, model_of, session_of
+from weir.api.generations import MESSAGES_MAX, OUTPUT_TOKENS_MAX, SAMPLING_FIELDS, messages_of, sampling_of
+from weir.api.openai.chunked import ChunkOptions
 from weir.api.wire import Fields, checked_text, refuse_field
 from weir.core.demands import (
     CHOICES_MAX,

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from weir import errors
+from weir.api.compatible_fields import LABEL_CHARS_MAX, deadline_of, key_of, model_of, session_of
 from weir.api.generations import OUTPUT_TOKENS_MAX, SAMPLING_FIELDS, sampling_of
 from weir.api.openai.chat_request import include_usage
 from weir.api.openai.chunked import ChunkOptions
-from weir.api.openai.shapes import LABEL_CHARS_MAX, deadline_of, key_of, model_of, session_of
 from weir.api.wire import Fields, checked_text, refuse_field
 from weir.core.demands import CHOICES_MAX, NO_DEMANDS, Demands
 from weir.core.request import InferenceRequest

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weir import errors
-from weir.api.openai.shapes import LABEL_CHARS_MAX, deadline_of, key_of, model_of, refusal, session_of, whole_answer
+from weir.api.compatible_fields import LABEL_CHARS_MAX, deadline_of, key_of, model_of, session_of
+from weir.api.openai.shapes import refusal, whole_answer
 from weir.api.plain_answer import show, show_refusal
 from weir.api.wire import Fields, checked_text, refuse_field
 from weir.core.demands import DIMENSIONS_MAX, TEXTS_MAX, Demands, Embedding

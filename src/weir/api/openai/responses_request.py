@@ -6,9 +6,8 @@ from typing import Any
 import msgspec
 
 from weir import errors
-from weir.api.generations import OUTPUT_TOKENS_MAX
-from weir.api.openai.chat_request import refuse_obfuscation
-from weir.api.openai.functions import (
+from weir.api.compatible_fields import LABELS, check_labels, deadline_of, key_of, model_of, session_of
+from weir.api.functions import (
     FUNCTION_FIELDS,
     SCHEMA_FIELDS,
     checked_choice,
@@ -20,8 +19,9 @@ from weir.api.openai.functions import (
     tool_of,
     tools_list,
 )
+from weir.api.generations import OUTPUT_TOKENS_MAX
+from weir.api.openai.chat_request import refuse_obfuscation
 from weir.api.openai.response_input import prompt_of
-from weir.api.openai.shapes import LABELS, check_labels, deadline_of, key_of, model_of, session_of
 from weir.api.wire import Fields, checked_text, refuse_field
 from weir.core.demands import (
     NO_DEMANDS,

@@ -1,24 +1,18 @@
-"""What OpenAI's surfaces share: fields that change nothing, usage, errors of a generation, models."""
+"""What OpenAI's surfaces share of their answers: usage, errors of a generation, models."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from weir.api.generations import ALIAS_CHARS_MAX, ending_retry_headers, error_of_record, generation_body
-from weir.api.weir_headers import deadline_of as deadline_of
-from weir.api.weir_headers import key_of as key_of
-from weir.api.weir_headers import session_of as session_of
+from weir.api.generations import ending_retry_headers, error_of_record, generation_body
 from weir.api.wire import (
-    Fields,
     Headers,
     Rendered,
-    checked_text,
     id_headers,
     limit_headers,
     openai_error,
     openai_error_body,
-    refuse_field,
 )
 from weir.core.endings import ending
 from weir.core.output import TokenLogprob
@@ -26,42 +20,6 @@ from weir.core.registry.model import Alias
 from weir.errors import WeirError
 from weir.messages import GenerationRecord, StandingView
 from weir.units import Millis
-
-LABEL_CHARS_MAX = 256
-METADATA_MAX, METADATA_NAME_CHARS_MAX, METADATA_CHARS_MAX = 16, 64, 512
-_METADATA_ACCEPTED = "an object of up to 16 names of 1 to 64 characters with strings of up to 512 characters"
-LABELS = ("user", "safety_identifier", "prompt_cache_key", "metadata")
-"""Fields that change nothing in what is generated and are accepted; identity comes from the key."""
-
-
-# ── in ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def check_labels(fields: Fields) -> None:
-    """Raises InvalidRequest for a label that OpenAI would refuse too."""
-    for name in ("user", "safety_identifier", "prompt_cache_key"):
-        fields.string(name, longest=LABEL_CHARS_MAX)
-    metadata = fields.raw("metadata")
-    if metadata is None:
-        return
-    if not isinstance(metadata, dict) or len(metadata) > METADATA_MAX:
-        refuse_field("metadata", _METADATA_ACCEPTED)
-    for name, value in metadata.items():
-        checked_text(name, "metadata", _METADATA_ACCEPTED)
-        text = checked_text(value, "metadata", _METADATA_ACCEPTED)
-        if not 1 <= len(name) <= METADATA_NAME_CHARS_MAX or len(text) > METADATA_CHARS_MAX:
-            refuse_field("metadata", _METADATA_ACCEPTED)
-
-
-def model_of(fields: Fields) -> str:
-    """The alias that a body names as its model. Raises InvalidRequest."""
-    model = fields.string("model", longest=ALIAS_CHARS_MAX)
-    if model is None:
-        refuse_field("model", "the name of a model alias")
-    return model
-
-
-# ── out ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def usage_object(record: GenerationRecord) -> dict[str, Any]:

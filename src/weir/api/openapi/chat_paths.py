@@ -1,6 +1,7 @@
 """OpenAI's chat completions as Weir serves them: the fields that are passed on, and OpenAI's shapes with Weir's codes."""
 
-from weir.api.openai import chat_request, functions
+from weir.api import functions
+from weir.api.openai import chat_request
 from weir.api.openapi import chat_request_schemas as asked
 from weir.api.openapi.answers import answer, together
 from weir.api.openapi.generation_fields import body_of, weir_headers

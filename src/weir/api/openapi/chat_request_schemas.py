@@ -1,9 +1,9 @@
 """The body of a chat completion: messages, tools, and forms of the output, object by object as the parser reads them."""
 
+from weir.api.compatible_fields import LABEL_CHARS_MAX
+from weir.api.functions import CALL_ID_CHARS_MAX, CALLS_MAX, TOOLS_MAX
 from weir.api.generations import MESSAGES_MAX
 from weir.api.openai.chat_request import ROLE
-from weir.api.openai.functions import CALL_ID_CHARS_MAX, CALLS_MAX, TOOLS_MAX
-from weir.api.openai.shapes import LABEL_CHARS_MAX
 from weir.api.openapi.generation_fields import output_bound, sampling_fields, streamed
 from weir.api.openapi.json_schema import (
     NULL,

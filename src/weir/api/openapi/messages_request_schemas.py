@@ -2,8 +2,8 @@
 
 from weir.api.anthropic.content_blocks import BLOCKS, CACHE_TIMES, ROLES
 from weir.api.anthropic.messages_request import INPUT_FIELDS, SERVICE_TIERS, STOP_CHARS_MAX, STOPS_MAX, TOP_K_MAX
+from weir.api.functions import CALL_ID_CHARS_MAX, TOOLS_MAX
 from weir.api.generations import MESSAGES_MAX, OUTPUT_TOKENS_MAX
-from weir.api.openai.functions import CALL_ID_CHARS_MAX, TOOLS_MAX
 from weir.api.openapi.generation_fields import streamed
 from weir.api.openapi.json_schema import (
     NULL,

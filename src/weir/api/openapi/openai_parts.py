@@ -1,8 +1,8 @@
 """What OpenAI's surfaces share in the document: the fields and options of a request, usage, log probabilities, refusals."""
 
 from weir import errors
+from weir.api.compatible_fields import LABEL_CHARS_MAX, METADATA_CHARS_MAX, METADATA_MAX, METADATA_NAME_CHARS_MAX
 from weir.api.generations import ALIAS_CHARS_MAX
-from weir.api.openai.shapes import LABEL_CHARS_MAX, METADATA_CHARS_MAX, METADATA_MAX, METADATA_NAME_CHARS_MAX
 from weir.api.openapi.answers import ADMISSION, CONNECTION, ENDED, OPENAI, PROBLEM, Answers, event, events, last_event, refusals
 from weir.api.openapi.generation_fields import record_links
 from weir.api.openapi.json_schema import (

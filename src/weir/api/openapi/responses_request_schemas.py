@@ -1,7 +1,7 @@
 """The body of a response: items of its input, tools, and the form of its text, object by object as the parser reads them."""
 
+from weir.api.functions import CALL_ID_CHARS_MAX, TOOLS_MAX
 from weir.api.generations import MESSAGES_MAX
-from weir.api.openai.functions import CALL_ID_CHARS_MAX, TOOLS_MAX
 from weir.api.openai.response_input import ITEM_ID_CHARS_MAX, STATUSES
 from weir.api.openai.responses_request import LOGPROBS, SERVICE_TIERS
 from weir.api.openapi.generation_fields import output_bound, sampling_fields, streamed

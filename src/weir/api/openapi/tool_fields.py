@@ -1,6 +1,6 @@
 """Fields of tools and of forms of the output, which several surfaces have."""
 
-from weir.api.openai.functions import DESCRIPTION_CHARS_MAX, NAME_PATTERN
+from weir.api.functions import DESCRIPTION_CHARS_MAX, NAME_PATTERN
 from weir.api.openapi.json_schema import Json, flag, optional, text, words
 from weir.core.demands import ToolMode
 
