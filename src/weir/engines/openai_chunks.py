@@ -98,11 +98,15 @@ def _parts_of(calls: Iterable[_ToolCall]) -> tuple[ToolCallPart, ...]:
 
 
 class _Calls:
-    """The tool calls of one stream. The first part of each that is let out has its name, and its id if that came by then."""
+    """The tool calls of one stream. The first part of each that is let out has its name, and its id if that came by then.
 
-    __slots__ = ("_named", "_unnamed")
+    withheld: how many parts were not let out when they came.
+    """
+
+    __slots__ = ("_named", "_unnamed", "withheld")
 
     def __init__(self) -> None:
+        self.withheld = 0
         self._named: set[tuple[int, int]] = set()
         self._unnamed: dict[tuple[int, int], ToolCallPart] = {}
 
@@ -121,7 +125,10 @@ class _Calls:
     def _told(self, choice: int, part: ToolCallPart) -> ToolCallPart | None:
         key = choice, part.index
         if key in self._named:
-            return ToolCallPart(part.index, arguments=part.arguments) if part.arguments else None
+            if part.arguments:
+                return ToolCallPart(part.index, arguments=part.arguments)
+            self.withheld += 1
+            return None
         held = self._unnamed.pop(key, None)
         if held is not None:
             part = ToolCallPart(part.index, held.id or part.id, part.name, held.arguments + part.arguments)
@@ -131,6 +138,7 @@ class _Calls:
         if len(part.arguments) > _UNNAMED_CHARS_MAX:
             raise errors.EngineError("The engine sent a tool call without a name.")
         self._unnamed[key] = part
+        self.withheld += 1
         return None
 
 
@@ -187,13 +195,11 @@ class ChunkReader:
         for payload in payloads:
             if payload == _DONE:
                 return True
-            try:
-                chunk = _decode_chunk(payload)
-            except UNREADABLE:
-                raise errors.EngineError("The engine sent a chunk that cannot be read.") from None
-            if chunk.error is not None:
-                raise self._fault_of(chunk.error)
+            chunk = self._chunk_of(payload)
+            withheld = self._calls.withheld
             pieces = [self._piece_of(choice) for choice in chunk.choices]
+            if self._calls.withheld > withheld:
+                deltas.append(Delta("", seen))  # an engine that works is not silent
             tokens = self._count_of(chunk)
             grew = tokens is not None and (seen is None or tokens > seen)
             if grew:
@@ -205,6 +211,15 @@ class ChunkReader:
                 if piece.text or piece.extra_bytes or (grew and tokens):
                     deltas.append(piece)
         return False
+
+    def _chunk_of(self, payload: bytes) -> _Chunk:
+        try:
+            chunk = _decode_chunk(payload)
+        except UNREADABLE:
+            raise errors.EngineError("The engine sent a chunk that cannot be read.") from None
+        if chunk.error is not None:
+            raise self._fault_of(chunk.error)
+        return chunk
 
     def _piece_of(self, choice: _Choice) -> Delta:
         """What a choice brings; its finish reason is noted. Raises EngineError for a reason or an index that is not known."""
