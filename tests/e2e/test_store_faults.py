@@ -37,7 +37,8 @@ LONG = Script(tokens=400, gap_ms=10, hold_at=SHOWN)
 """Shows its first words, and would go on for long when the engine lets go."""
 WHOLE = Script(tokens=6, hold_at=6)
 """Makes its output, and ends when the engine lets go."""
-FULL_BYTES = 16 * 1024
+FULL_BYTES = 4 * 1024
+"""Not even the first page of a write-ahead log that has just begun anew fits."""
 TOLD_S = 8.0
 """Several times what a client of a store that is away waits for the end, because this machine may be busy."""
 

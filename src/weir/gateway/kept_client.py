@@ -83,7 +83,7 @@ class KeepParts:
 class Begun:
     """A stream whose head is stored. grace_ms: for which it goes on without a reader; None: to its end.
 
-    whole_max: of an answer that is shown whole, as events.
+    whole_max: of an answer that is shown whole, as events. bytes_max: of all that its tenant keeps.
     """
 
     name: StreamName
@@ -92,6 +92,7 @@ class Begun:
     writer: StreamWriter
     grace_ms: Millis | None
     whole_max: Bytes
+    bytes_max: Bytes
 
 
 class KeptClient:
@@ -113,7 +114,7 @@ class KeptClient:
         self._grace: asyncio.TimerHandle | None = None
         self._touched = 0
         self._opened = self._is_cut = self._is_relieving = False
-        self._segments = self._events = self._stored = self._collected = 0
+        self._segments = self._events = self._stored = self._collected = self._kept = 0
         self._shown = 0  # events that were forwarded
         self._waiting: deque[bytes] = deque()  # what is not stored yet
         self._pieces: list[bytes] = []  # of an answer that is shown whole
@@ -268,8 +269,11 @@ class KeptClient:
             self._forward(body)
         else:
             self._waiting.append(body)
+        self._kept += len(segment)
         assert self._parts is not None
-        if not self._parts.budget.take(begun.name.tenant, len(segment)) and not self._is_relieving:
+        if self._kept > begun.bytes_max:  # by itself: no look makes room for it
+            self._cut("bytes")
+        elif not self._parts.budget.take(begun.name.tenant, len(segment)) and not self._is_relieving:
             self._is_relieving = True
             self._spawn(self._relieve(begun.name.tenant))
 

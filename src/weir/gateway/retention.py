@@ -104,7 +104,7 @@ class RetentionDesk:
         writer = await self._store.create(name, head, client.on_stored)
         self.take(name.tenant, len(head))
         grace_ms = None if client.is_background else 1_000 * policy.resume_grace_seconds
-        client.begin(self._parts, Begun(name, meta, seal, writer, grace_ms, whole_max))
+        client.begin(self._parts, Begun(name, meta, seal, writer, grace_ms, whole_max, policy.bytes))
 
     async def admitted(self, tenant: str) -> None:
         """A stream that was begun goes on: what is oldest makes room for it."""
