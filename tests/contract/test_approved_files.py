@@ -21,6 +21,7 @@ from tests.contract.artifact_folders import (
     key_of,
     manifest_for,
 )
+from tests.e2e.processes import open_files
 
 from weir.core.registry.key_ring import KeyRole, SigningKey
 from weir.core.registry.model import EngineKind, Revision
@@ -155,10 +156,6 @@ async def test_whoever_stops_waiting_leaves_nothing_open(stand: Stand, outcome: 
 
 
 # ── a real model ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def open_files(pid: int) -> set[str]:
-    return {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
 
 
 def maps_of(pid: int) -> str:

@@ -9,7 +9,7 @@ import pytest
 from tests.contract.lora_adapters import lora_adapter
 from tests.e2e.adapter_stage import ACMES, GLOBEX, READY_S, AdapterStage, adapter_stage
 from tests.e2e.http_client import Account, Reply, wait_until
-from tests.e2e.processes import children_of
+from tests.e2e.processes import children_of, open_files
 from tests.e2e.running_cell import running_cell
 
 pytestmark = pytest.mark.model
@@ -140,8 +140,3 @@ def test_a_tampered_adapter_is_not_started_again(tones: Tones) -> None:
     kept.write_bytes(content)
     wait_until(lambda: tones.stage.pool(tones.pools["acme"])["ready"] == 1, READY_S)
     assert said(acme, "tone")[0] == tones.revisions["acme"]
-
-
-def open_files(pid: int) -> set[str]:
-    """What a process has open."""
-    return {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}

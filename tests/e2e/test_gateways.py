@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.ending_stage import Stage, read_shown, stream_body, streaming, wait_until
-from tests.e2e.processes import children_of, wait_process_gone
+from tests.e2e.processes import children_of, open_files, wait_process_gone
 from tests.e2e.running_cell import RunningCell, kill_if_running, running_cell, start_cell, unused_ports
 from tests.e2e.scripted_engine import Script, ScriptedEngine
 from tests.e2e.sse_client import ask, calling
@@ -54,7 +54,7 @@ def owner_of(url: str, cell: RunningCell) -> int:
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     inode = next(row[9] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) == port)
     for pid in gateway_pids(cell):
-        if f"socket:[{inode}]" in {str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()}:
+        if f"socket:[{inode}]" in open_files(pid):
             return pid
     raise AssertionError(f"nobody listens at {url}")
 
