@@ -27,7 +27,7 @@ from weir.units import Bytes
 BUFFER: Bytes = 200
 WHOLE_MAX: Bytes = 100_000
 NAME = StreamName("acme", "gen-1")
-META = StreamMeta("req-1", "generations", 0)
+META = StreamMeta("generations")
 RUNNING = GenerationRecord("gen-1", "req-1", 1, "assistant", "rev", Status.RUNNING)
 COMPLETED = GenerationRecord("gen-1", "req-1", 1, "assistant", "rev", Status.COMPLETED, FinishReason.STOP)
 FAILED = GenerationRecord(

@@ -11,7 +11,7 @@ from typing import TypeVar
 from weir import errors
 from weir.api.door import Call
 from weir.api.exchange import HttpExchange
-from weir.api.generations import STREAM_HEADERS
+from weir.api.generations import STREAM_HEADERS, generation_body
 from weir.api.plain_answer import show
 from weir.api.wire import Headers, id_headers, limit_headers
 from weir.core.request import InferenceRequest
@@ -92,27 +92,27 @@ class KeptAnswers:
         assert call.principal is not None
         reader = await self.find(call.principal, record)
         if reader is None:
-            raise not_kept()
+            raise _not_kept(call, record)
         self._desk.check_room(reader.name.tenant)
         await self._check_event(reader, after, field)
         standing = await self._gateway.standing(call.principal, record.alias)
         await self._show_events(call, reader.again(), record, standing, after, [])
 
-    async def delete(self, principal: Principal, record: GenerationRecord) -> None:
-        """Delete what is kept of a generation that has ended. Raises StreamNotRetained, or NotAllowedNow while it runs."""
-        if not await self._desk_has(principal, record):
-            raise not_kept()
+    async def delete(self, call: Call, record: GenerationRecord) -> None:
+        """Delete what is kept of a generation that has ended, whatever opens it.
+
+        Raises StreamNotRetained, with the record, or NotAllowedNow while it runs.
+        """
+        desk, principal = self._gateway.retained, call.principal
+        assert principal is not None
+        if desk is None or not await desk.has(principal.tenant, record.generation_id):
+            raise _not_kept(call, record)
         if record.finish_reason is None:
             raise errors.NotAllowedNow(
                 "A stream is deleted when its generation has ended: cancel that first.",
                 members={"state": record.status.value, "accepted": "an ended generation"},
             )
-        await self._desk.delete(principal.tenant, record.generation_id)
-
-    async def _desk_has(self, principal: Principal, record: GenerationRecord) -> bool:
-        """Whether anything is stored of it, whatever opens it."""
-        desk = self._gateway.retained
-        return desk is not None and await desk.has(principal.tenant, record.generation_id)
+        await desk.delete(principal.tenant, record.generation_id)
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -174,9 +174,11 @@ async def off_loop(work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work)
 
 
-def not_kept() -> errors.StreamNotRetained:
-    """There is nothing to show."""
-    return errors.StreamNotRetained("The events of this request were not kept, or not for so long.")
+def _not_kept(call: Call, record: GenerationRecord) -> errors.StreamNotRetained:
+    """There is nothing to show but the record."""
+    call.take_id(record.request_id)
+    detail = "The events of this request were not kept, or not for so long."
+    return errors.StreamNotRetained(detail, members={"generation": generation_body(record)})
 
 
 def _told(record: GenerationRecord) -> RecordOf:

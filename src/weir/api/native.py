@@ -126,25 +126,12 @@ class NativeSurface:
 
     async def _events(self, call: Call) -> None:
         record = await self._door.find(call, call.argument)
-        try:
-            await self._kept.show_events(call, record, _last_event(call.exchange), "Last-Event-ID")
-        except errors.StreamNotRetained as refusal:
-            await self._tell_not_kept(call, record, refusal)
+        await self._kept.show_events(call, record, _last_event(call.exchange), "Last-Event-ID")
 
     async def _delete_events(self, call: Call) -> None:
         record = await self._door.find(call, call.argument)
-        assert call.principal is not None
-        try:
-            await self._kept.delete(call.principal, record)
-        except errors.StreamNotRetained as refusal:
-            await self._tell_not_kept(call, record, refusal)
-            return
+        await self._kept.delete(call, record)
         await self._door.send_json(call, generation_body(record), record.request_id)
-
-    async def _tell_not_kept(self, call: Call, record: GenerationRecord, refusal: errors.StreamNotRetained) -> None:
-        rendered = problem(refusal, self._door.clock.wall_ms(), {"generation": generation_body(record)})
-        assert call.principal is not None
-        await self._door.send(call, rendered, await self._door.standing(call.principal), record.request_id)
 
 
 def _last_event(exchange: HttpExchange) -> int:

@@ -14,6 +14,7 @@ import typer
 
 from weir import errors
 from weir.cli.admin_client import JsonOption
+from weir.cli.one_sentence import one_sentence
 from weir.cli.tables import print_json, print_table, yes_or_blank
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ State = Annotated[Path | None, typer.Option("--state", help="State directory; it
 @commands.command()
 def keys(key_file: KeyFile = None, state: State = None, as_json: JsonOption = False) -> None:
     """List the ids of the keys, newest first; the newest one seals new streams."""
-    with _one_sentence():
+    with one_sentence():
         _show(_read(_place(key_file, state)), as_json)
 
 
@@ -40,7 +41,7 @@ def rotate_key(key_file: KeyFile = None, state: State = None, as_json: JsonOptio
     from weir.clock import SystemEntropy
     from weir.gateway.sealing import KeyRing
 
-    with _one_sentence():
+    with one_sentence():
         place = _place(key_file, state)
         with _alone(place):
             try:
@@ -59,7 +60,7 @@ def drop_key(
     as_json: JsonOption = False,
 ) -> None:
     """Remove an old key: what was sealed with it can't be read any more, wherever it is stored."""
-    with _one_sentence():
+    with one_sentence():
         place = _place(key_file, state)
         with _alone(place):
             ring = _read(place).without(key_id)
@@ -112,18 +113,3 @@ def _alone(place: Path) -> Iterator[None]:
         raise errors.NotAllowedNow(f"{place} is changed by another command just now.") from None
     finally:
         os.close(folder)
-
-
-@contextmanager
-def _one_sentence() -> Iterator[None]:
-    """A refusal, or a fault of the disk, as one line on standard error and exit status 1."""
-    try:
-        yield
-    except errors.WeirError as refused:
-        sentence = refused.detail
-    except OSError as fault:
-        sentence = f"{fault.filename}: {fault.strerror}."
-    else:
-        return
-    typer.echo(f"error: {sentence}", err=True)
-    raise typer.Exit(1)

@@ -5,14 +5,12 @@ refuse is refused here already. A private key is written readable by its owner o
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from weir import errors
+from weir.cli.one_sentence import one_sentence
 from weir.cli.tables import print_json
 
 _KEY_BYTES_MAX = 16 * 1024
@@ -32,7 +30,7 @@ def keygen(
     made = ec.generate_private_key(ec.SECP256R1())
     private = made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     public, public_path = public_key_of(private.decode()), key.with_name(f"{key.name}.pub")
-    with _one_sentence():
+    with one_sentence():
         _write_new(public_path, public.encode(), _PUBLIC_MODE)
         try:
             _write_new(key, private, _PRIVATE_MODE)
@@ -51,7 +49,7 @@ def sign(
     from weir.core.registry import signatures
     from weir.storage.folder_manifest import manifest_of_folder
 
-    with _one_sentence():
+    with one_sentence():
         folder, signature = folder.absolute(), signature.absolute()
         inside = signature.relative_to(folder).as_posix() if signature.is_relative_to(folder) else None
         with key.open("rb") as file:
@@ -66,18 +64,3 @@ def _write_new(path: Path, content: bytes, mode: int) -> None:
     """Nothing is overwritten: a lost key cannot be made again. Raises FileExistsError."""
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(content)
-
-
-@contextmanager
-def _one_sentence() -> Iterator[None]:
-    """A refusal, or a fault of the disk, as one line on standard error and exit status 1."""
-    try:
-        yield
-    except errors.WeirError as refused:
-        sentence = refused.detail
-    except OSError as fault:
-        sentence = f"{fault.filename}: {fault.strerror}."
-    else:
-        return
-    typer.echo(f"error: {sentence}", err=True)
-    raise typer.Exit(1)

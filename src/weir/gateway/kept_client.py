@@ -116,7 +116,7 @@ class KeptClient:
         self._opened = self._is_cut = self._is_relieving = False
         self._segments = self._events = self._stored = self._collected = self._kept = 0
         self._shown = 0  # events that were forwarded
-        self._waiting: deque[bytes] = deque()  # what is not stored yet
+        self._waiting: deque[tuple[bytes, int]] = deque()  # what is not stored yet, and how many events it has
         self._pieces: list[bytes] = []  # of an answer that is shown whole
         self._told: asyncio.Future[None] | None = None  # that it has begun
         self._behind: asyncio.Future[bool] | None = None  # whether it was shown everything
@@ -139,7 +139,7 @@ class KeptClient:
             self._cut("store")
         while self._stored < segments and self._waiting:
             self._stored += 1
-            self._forward(self._waiting.popleft())
+            self._forward(*self._waiting.popleft())
         if self._watcher is not None:
             self._watcher.client_writable()
 
@@ -251,24 +251,24 @@ class KeptClient:
     # ── keeping ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _keep(self, body: bytes) -> None:
-        begun = self._begun
+        begun, events = self._begun, body.count(EVENT_END)
         if begun is None or self._is_cut:
-            self._forward(body)
+            self._forward(body, events)
             return
         segment = begun.seal.seal(self._segments, body)
         try:
             is_stored = begun.writer.append(segment)
         except errors.StreamStoreUnavailable:
             self._cut("store")
-            self._forward(body)
+            self._forward(body, events)
             return
         self._segments += 1
-        self._events += body.count(EVENT_END)
+        self._events += events
         if is_stored:
             self._stored += 1
-            self._forward(body)
+            self._forward(body, events)
         else:
-            self._waiting.append(body)
+            self._waiting.append((body, events))
         self._kept += len(segment)
         assert self._parts is not None
         if self._kept > begun.bytes_max:  # by itself: no look makes room for it
@@ -294,7 +294,7 @@ class KeptClient:
         self._begun.writer.close()
         self._spawn(self._delete(self._begun.name))
         while self._waiting:
-            self._forward(self._waiting.popleft())
+            self._forward(*self._waiting.popleft())
         if self._watcher is not None and (self._manner is Manner.BEGUN or self._behind is not None or not self._attached):
             if reason == "store":
                 self._watcher.client_not_kept()
@@ -312,7 +312,7 @@ class KeptClient:
 
     # ── showing ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _forward(self, body: bytes) -> None:
+    def _forward(self, body: bytes, events: int) -> None:
         """What is stored goes to who reads it."""
         if self._parts is not None and self._begun is not None:
             self._parts.follow.wakes.wake(self._begun.name)
@@ -322,7 +322,7 @@ class KeptClient:
                     self._fall_behind()
                 else:
                     self._inner.write(body)
-                    self._shown += body.count(EVENT_END)
+                    self._shown += events
         elif self._manner is Manner.WHOLE:
             self._collect(body)
         elif self._shown == 0:

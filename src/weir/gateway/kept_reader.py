@@ -42,11 +42,9 @@ _DRAIN_POLL_S = 0.05
 
 
 class StreamMeta(msgspec.Struct, frozen=True):
-    """What a stream's head says, sealed. created_s: wall time at which its answer began."""
+    """What a stream's head says, sealed."""
 
-    request_id: str
     surface: str
-    created_s: int
 
 
 class StreamShape(Protocol):

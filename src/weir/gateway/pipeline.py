@@ -215,7 +215,7 @@ class Gateway:
     async def _keep(self, plan: Plan, ids: Ids, answer: Answer, surface: str) -> bool:
         """Begin its stream, or refuse."""
         assert isinstance(answer.client, KeptClient) and self.retained is not None
-        meta = StreamMeta(ids.request_id, surface, self._clock.wall_ms() // 1_000)
+        meta = StreamMeta(surface)
         try:
             name = StreamName(plan.principal.tenant, ids.generation_id)
             await self.retained.begin(answer.client, name, meta, _EVENT_BYTES_PER_BYTE * whole_answer_bytes_max(plan))

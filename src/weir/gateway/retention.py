@@ -135,9 +135,10 @@ class RetentionDesk:
         return stream.is_ended or self._clock.wall_ms() - stream.changed_ms > DEADLINE_MS_MAX
 
     async def make_room(self, tenant: str) -> bool:
-        """Delete the tenant's oldest streams that have ended, until the rest and one more fit; whether the rest does.
+        """Delete the tenant's streams that are over, and the oldest that do not run until the rest and one more fit.
 
-        False also without a policy. True where the store cannot be asked: it fails the next write by itself.
+        Whether the rest does. False also without a policy. True where the store cannot be asked: it fails the next write by
+        itself.
         """
         if (fitting := self._fitting.get(tenant)) is None:
             fitting = self._fitting[tenant] = asyncio.get_running_loop().create_task(self._fit_if_kept(tenant))
@@ -155,9 +156,8 @@ class RetentionDesk:
         streams = await self._store.streams(tenant)
         total = sum(stream.size for stream in streams)
         for stream in streams:
-            if total + _room(policy) <= policy.bytes:
-                break
-            if self._may_go(stream):
+            is_too_much = total + _room(policy) > policy.bytes
+            if self._is_over(stream, policy) or (is_too_much and self._may_go(stream)):
                 await self._store.delete(stream.name)
                 total -= stream.size
         self._listed[tenant], self._written[tenant] = total, 0
@@ -228,9 +228,6 @@ class RetentionDesk:
         stored = await self._store.tenants()
         for tenant in stored:
             if (policy := self.policy(tenant)) is not None:
-                for stream in await self._store.streams(tenant):
-                    if self._is_over(stream, policy):
-                        await self._store.delete(stream.name)
                 await self._fit(tenant, policy)
         # Twice in a row: a snapshot may be older than a policy for a moment. Tenants of another cell are not ours to judge.
         without = {tenant for tenant in stored if tenant in snapshot.tenants and self.policy(tenant) is None}

@@ -6,7 +6,6 @@ from urllib.parse import parse_qsl
 
 from weir import errors
 from weir.api.door import Call, Door, Methods
-from weir.api.generations import generation_body
 from weir.api.kept_answers import KeptAnswers, off_loop
 from weir.api.openai import responses
 from weir.api.openai.response_shapes import ID_PREFIX
@@ -65,32 +64,19 @@ class ResponsesSurface:
     async def _retrieve(self, call: Call) -> None:
         record = await self._door.find(call, _request_id(call.argument))
         stream, after = _following(call.exchange.query)
-        if not stream:
-            await self._send(call, record)
-            return
-        try:
+        if stream:
             await self._kept.show_events(call, record, after, "starting_after")
-        except errors.StreamNotRetained as refusal:
-            await self._tell_not_kept(call, record, refusal)
+        else:
+            await self._send(call, record)
 
     async def _cancel(self, call: Call) -> None:
         await self._send(call, await self._door.cancel(call, _request_id(call.argument)))
 
     async def _delete(self, call: Call) -> None:
         record = await self._door.find(call, _request_id(call.argument))
-        assert call.principal is not None
-        try:
-            await self._kept.delete(call.principal, record)
-        except errors.StreamNotRetained as refusal:
-            await self._tell_not_kept(call, record, refusal)
-            return
+        await self._kept.delete(call, record)
         body = {"id": call.argument, "object": "response", "deleted": True}
         await self._door.send_json(call, body, record.request_id)
-
-    async def _tell_not_kept(self, call: Call, record: GenerationRecord, refusal: errors.StreamNotRetained) -> None:
-        rendered = openai_error(refusal, self._door.clock.wall_ms(), extra={"generation": generation_body(record)})
-        assert call.principal is not None
-        await self._door.send(call, rendered, await self._door.standing(call.principal), record.request_id)
 
     async def _send(self, call: Call, record: GenerationRecord) -> None:
         """A response as it is kept; where it is not, as its record has it: without text, settings and times."""
