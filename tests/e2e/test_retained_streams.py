@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -268,6 +269,45 @@ async def test_what_is_deleted_is_gone(stage: Stage, surface: KeptSurface) -> No
     await stage.admin("PATCH", f"tenants/{caller.tenant}", {"retention": None})
     await check_gone(stage, caller, surface, "by-policy")
     await wait_until(lambda: has_files(stage, caller.tenant, False), "its files are deleted")
+
+
+async def test_a_deleted_tenant_leaves_no_streams(stage: Stage) -> None:
+    """Protects the right to forget: with a tenant all goes that was kept for it, and its key is refused."""
+    caller, surface = await keeper(stage), KEPT["native"]
+    await again(stage.cell.api, caller, surface, SHORT, "mine", stream=True)
+    assert await has_files(stage, caller.tenant, True)
+    await stage.admin("DELETE", f"tenants/{caller.tenant}")
+    for url in urls_of(stage):
+        async with following(url, caller, surface, "mine", None) as call:
+            assert await call.head() == 403
+    await wait_until(lambda: has_files(stage, caller.tenant, False), "its files are deleted")
+
+
+async def test_a_revoked_reader_is_cut_off(stage: Stage) -> None:
+    """Protects revocation: who follows a stream with a key that is revoked reads no further, at the other gateway too.
+
+    It sees the end that the revocation makes, if that comes first, or is cut off.
+    """
+    caller, surface = await keeper(stage), KEPT["native"]
+    first, second = urls_of(stage)
+    async with streaming(first, caller, surface, LONG, "watched") as call:
+        await Reader(call).take(2)
+        async with following(second, caller, surface, "watched", None) as other:
+            await Reader(other).take(2)
+            await stage.revoke(caller)
+            with suppress(ConnectionError, EOFError):
+                assert b'"revoked"' in (await Reader(other).take())[-1]
+    await settled_by_admin(stage, caller, "watched")
+
+
+async def settled_by_admin(stage: Stage, caller: Caller, request_id: str) -> None:
+    """It has ended, as the management API shows: its own key is no more."""
+
+    async def has_ended() -> bool:
+        record = await stage.admin("GET", f"generations/{caller.tenant}/{request_id}")
+        return bool(record["finish_reason"] == "revoked")
+
+    await wait_until(has_ended, f"{request_id} was revoked")
 
 
 async def check_gone(stage: Stage, caller: Caller, surface: KeptSurface, request_id: str) -> None:
