@@ -187,6 +187,27 @@ async def test_an_end_is_taken_back_where_the_stream_is_deleted_meanwhile(tmp_pa
     assert names_in(tmp_path) == []
 
 
+async def test_an_end_whose_files_others_took_away_takes_the_folder(tmp_path: Path) -> None:
+    """Protects deletion: it cannot take a folder in which an end is being made, so whoever makes that end does.
+
+    As where two ends meet a deletion: the first takes away the unfinished end of the second, which had the freed name.
+    """
+    store = StreamDirectory(tmp_path)
+    (await started(store, STREAM, b"x")).close()
+    (tmp_path / END).write_bytes(b"")
+    with (tmp_path / SEGMENTS).open("rb") as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)
+        ending = asyncio.get_running_loop().create_task(store.end(STREAM, b"end"))
+        async with asyncio.timeout(10):
+            while not (tmp_path / UNFINISHED).exists():
+                await store.tenants()
+        for file in (SEGMENTS, END, UNFINISHED):
+            (tmp_path / file).unlink()
+    with pytest.raises(errors.StreamStoreUnavailable):
+        await ending
+    assert names_in(tmp_path) == []
+
+
 async def test_ends_and_deletions_at_once_leave_nothing(tmp_path: Path) -> None:
     """Protects deletion wherever it meets an end: that was stored before, or it fails; nothing lies there afterwards."""
     store = StreamDirectory(tmp_path)

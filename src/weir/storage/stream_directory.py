@@ -240,9 +240,10 @@ class StreamDirectory:
                     return last if stored is None else stored
                 # It was deleted meanwhile, maybe before the end was there to be deleted too.
                 _remove(folder, name.generation + END)
-            self._remove_folder(name.tenant)
         except FileNotFoundError:
             pass
+        # What this call had put there may be why the deletion could not take the folder, even if another call took that away.
+        self._remove_folder(name.tenant)
         raise errors.StreamStoreUnavailable("The stream is not stored, or not any more.")
 
     def _ending(self, name: StreamName) -> bytes | None:
