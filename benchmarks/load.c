@@ -48,9 +48,11 @@ static void line(conn*c,const char*s,size_t n){ if(n&&s[n-1]=='\r')n--; if(n<5||
   for(const char*q=s,*z=s+n;(q=memchr(q,'~',z-q));q++){ any=1; tot_tok++; if(!c->tfirst){c->tfirst=now;rec(&hT,(now-c->t0)/1000);} int v=atoi(q+1); if(v!=c->seq)c->bad=1; c->seq=v+1; const char*at=memchr(q,'@',z-q); if(at){ int64_t ts=strtoll(at+1,NULL,10); rec(&hL,(int64_t)(now/1000)-ts);} }
   if(any) return;
   if(near(s,n,su->ends[0])||near(s,n,su->ends[1]))c->done=1; }
+// Of a line that comes in pieces, its beginning is kept: what is longer than that is a response told again.
+static size_t hold(conn*c,const char*s,size_t n){ size_t room=sizeof c->line-c->ll,k=n<room?n:room; memcpy(c->line+c->ll,s,k); return c->ll+=k; }
 static void body(conn*c,const char*s,size_t n){ c->bytes+=n; if(!stream){ if(!c->tfirst){c->tfirst=now;rec(&hT,(now-c->t0)/1000);} return; }
-  while(n){ const char*e=memchr(s,'\n',n); if(!e){ if(c->ll+n<sizeof c->line){memcpy(c->line+c->ll,s,n);c->ll+=n;} return; }
-   size_t k=e-s; if(c->ll){ if(c->ll+k<sizeof c->line)memcpy(c->line+c->ll,s,k); line(c,c->line,c->ll+k); c->ll=0; } else line(c,s,k); s+=k+1;n-=k+1; } }
+  while(n){ const char*e=memchr(s,'\n',n); if(!e){ hold(c,s,n); return; }
+   size_t k=e-s; if(c->ll){ line(c,c->line,hold(c,s,k)); c->ll=0; } else line(c,s,k); s+=k+1;n-=k+1; } }
 // returns 1 when response complete
 static int feed(conn*c,const char*s,size_t n){ while(n){ switch(c->st){
   case HDR:{ size_t k=n; if(c->hl+k>sizeof c->h-1)k=sizeof c->h-1-c->hl; memcpy(c->h+c->hl,s,k); c->h[c->hl+k]=0; char*e=memmem(c->h,c->hl+k,"\r\n\r\n",4); if(!e){c->hl+=k;return 0;}

@@ -36,22 +36,23 @@ class Measure:
     delays: bool = False
 
 
-def _streams(tokens: int, *more: str) -> tuple[str, ...]:
+def streams(tokens: int, *more: str) -> tuple[str, ...]:
+    """The generator's arguments for streams of so many tokens, whatever their chunks."""
     return ("-s", "-A", "-N", str(tokens), *more)
 
 
 _ANSWERS = ("-N", str(ANSWER_TOKENS))
 _PACE_US = STREAMS * 1_000_000 // OFFERED_CHUNKS_PER_S
-_DELAY_LOAD = _streams(ANSWER_TOKENS, "-r", "50", "-c", "200")
+_DELAY_LOAD = streams(ANSWER_TOKENS, "-r", "50", "-c", "200")
 
 MEASURES = (
     Measure("closed", "not streamed, 16 at once", 2, "requests", (*_ANSWERS, "-c", "16")),
     Measure("open", "not streamed, 100/s", 3, "requests", (*_ANSWERS, "-c", "64", "-r", "100")),
     Measure(
-        "chunks", "100 streams, 30,000 chunks/s offered", 3, "tokens", _streams(STREAM_TOKENS, "-c", str(STREAMS)), _PACE_US
+        "chunks", "100 streams, 30,000 chunks/s offered", 3, "tokens", streams(STREAM_TOKENS, "-c", str(STREAMS)), _PACE_US
     ),
-    Measure("burst1", "as fast as possible, 1 chunk a write", 2, "tokens", _streams(STREAM_TOKENS, "-c", "16"), burst=1),
-    Measure("burst8", "as fast as possible, 8 chunks a write", 2, "tokens", _streams(STREAM_TOKENS, "-c", "16"), burst=8),
+    Measure("burst1", "as fast as possible, 1 chunk a write", 2, "tokens", streams(STREAM_TOKENS, "-c", "16"), burst=1),
+    Measure("burst8", "as fast as possible, 8 chunks a write", 2, "tokens", streams(STREAM_TOKENS, "-c", "16"), burst=8),
     Measure("delay0", "50 streams/s, engine's first token at once", 3, "requests", _DELAY_LOAD, 1_000, 0, delays=True),
     Measure(
         "delay30", "50 streams/s, engine's first token after 30 ms", 3, "requests", _DELAY_LOAD, 1_000, 30_000, delays=True

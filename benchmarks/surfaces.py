@@ -12,10 +12,11 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measures import MEASURES, Measure, take
+from benchmarks.measures import MEASURES, Measure, streams, take
 from benchmarks.programs import ROOT, Gateway, build, run_engine, run_weir
 
 REPEATS = 5
+LONG_TOKENS = 3_000
 SURFACES = {
     "native": ("/v1/generations", ""),
     "native, retained": ("/v1/generations", ',"retain":true'),
@@ -27,20 +28,26 @@ SURFACES = {
 }
 """Paths, and what is asked for beside the usual."""
 _NATIVE = "native"
-_MEASURED = ("closed", "chunks", "burst8")
+_BURST = next(measure for measure in MEASURES if measure.name == "burst8")
+_MEASURED = (
+    *(measure for measure in MEASURES if measure.name in ("closed", "chunks", "burst8")),
+    replace(
+        _BURST, name="long", title=f"{_BURST.title}, {LONG_TOKENS:,} in each stream", load=streams(LONG_TOKENS, "-c", "16")
+    ),
+)
+"""The last one shows what a chunk costs almost without the beginning and end of its stream."""
 
 
 def main(weir: Path = ROOT / ".venv" / "bin" / "weir") -> int:
     """Run and print the table; the exit status."""
     build()
-    measures = [measure for measure in MEASURES if measure.name in _MEASURED]
     with run_engine() as engine, run_weir([weir], engine.port) as cell:
-        found = {measure.name: _measured(measure, cell, engine.port) for measure in measures}
+        found = {measure.name: _measured(measure, cell, engine.port) for measure in _MEASURED}
     table = Table(title=f"CPU µs on each surface, and beside the native one: median of {REPEATS}")
     table.add_column("measure")
     for name in SURFACES:
         table.add_column(name, justify="right")
-    for measure in measures:
+    for measure in _MEASURED:
         costs = {name: median(found[measure.name][name]) for name in SURFACES}
         cells = [f"{cost:.{0 if cost >= 100 else 1}f} ({cost / costs[_NATIVE]:.2f} ×)" for cost in costs.values()]
         table.add_row(f"{measure.title}, per {'request' if measure.per == 'requests' else 'chunk'}", *cells)

@@ -119,7 +119,7 @@ class TakingClient:
         assert not self.status
         self.status = status
 
-    def write(self, body: bytes) -> None:
+    def write(self, body: bytes, events: int = 1) -> None:
         """As the port says."""
         assert self.status and not self.is_finished
         self.written += len(body)

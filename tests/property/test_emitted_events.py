@@ -39,7 +39,7 @@ FAILED = msgspec.structs.replace(
 
 
 class RecordingClient:
-    """Takes everything at once. sent: all body bytes; each write is a piece."""
+    """Takes everything at once. sent: all body bytes; each write is a piece. counts: the events that each was said to be."""
 
     def __init__(self) -> None:
         self.written = 0
@@ -49,6 +49,7 @@ class RecordingClient:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.sent: list[bytes] = []
+        self.counts: list[int] = []
         self.finished = False
 
     def watch(self, watcher: ClientWatcher | None) -> None: ...
@@ -57,9 +58,10 @@ class RecordingClient:
         assert self.status == 0
         self.status, self.headers = status, {name.decode(): value.decode("latin-1") for name, value in headers}
 
-    def write(self, body: bytes) -> None:
+    def write(self, body: bytes, events: int = 1) -> None:
         assert self.status and not self.finished and body, "an empty chunk would end the body"
         self.sent.append(body)
+        self.counts.append(0 if body.startswith(b":") else events)
 
     async def finish(self, body: bytes = b"") -> None:
         assert self.status and not self.finished
@@ -84,6 +86,9 @@ ANSWER_OF: Mapping[str, Callable[[Client], Answer]] = {
     "responses": response_answer,
     "messages": lambda client: MessageAnswer(client, SystemClock(), "it"),
 }
+
+KEPT = ("native", "responses")
+"""Surfaces whose streams can be kept."""
 
 # ── what a model may say ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -168,6 +173,8 @@ def test_a_stream_is_read_by_a_strict_parser(surface: str, record: GenerationRec
     client = streamed(surface, said, record, Delta)
     assert client.headers["content-type"].startswith("text/event-stream")
     events = events_of(cut(b"".join(client.sent), said.cuts if said is not HUGE else ()))
+    if surface in KEPT:
+        assert client.counts == [len(events_of([piece])) for piece in client.sent], "of a stream that is kept, each is counted"
     shown = SURFACES[surface].shown_stream(events)
     assert shown.text.encode() == said.text.encode()
     assert (shown.code, shown.status or "failed") == (record.error_code, record.status)

@@ -88,7 +88,7 @@ def test_any_interleaving_of_readers_sees_the_same_bytes(
         readers = [loop.create_task(read(reading)) for reading in readings]
         for (_, gap_ms, _), events in zip(pieces, written, strict=True):
             await asyncio.sleep(gap_ms / 1e3)
-            client.write(b"".join(events))
+            client.write(b"".join(events), len(events))
             client.write(b": keep-alive\n\n")
         client.expect_end(COMPLETED, StandingView())
         client.write(stream[-1])
@@ -113,7 +113,7 @@ def test_readers_of_a_stream_whose_gateway_died_see_the_same_end(
         stand = KeptStand(loop, deferred=deferred)
         client, _ = await stand.begin(stand.desk(), TakingClient())
         for events in events_of(pieces):
-            client.write(b"".join(events))
+            client.write(b"".join(events), len(events))
         await asyncio.sleep(0.1)  # and then nothing more is ever heard of it
         stored = [event for events in events_of(pieces) for event in events]
         stream = [*stored, b"closed %d by %s\n\n" % (len(stored), str(FAILED.finish_reason).encode())]

@@ -40,8 +40,9 @@ class KeptClient:
         self.status = status
         self.headers = {name.decode(): value.decode() for name, value in headers}
 
-    def write(self, body: bytes) -> None:
+    def write(self, body: bytes, events: int = 1) -> None:
         assert self.status and not self.ended and body
+        assert body.startswith(b":") or events == body.count(b"\n\n")
         self.writes.append(body)
 
     async def finish(self, body: bytes = b"") -> None:

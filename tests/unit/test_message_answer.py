@@ -53,7 +53,7 @@ class Reader:
     async def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status, self.headers = status, dict(headers)
 
-    def write(self, body: bytes) -> None:
+    def write(self, body: bytes, events: int = 1) -> None:
         assert body and not self.ends
         self.body += body
 

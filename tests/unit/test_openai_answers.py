@@ -43,7 +43,7 @@ class Recorder:
     async def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status = status
 
-    def write(self, body: bytes) -> None:
+    def write(self, body: bytes, events: int = 1) -> None:
         assert self.status and not self.is_finished
         self.body += body
         self.writes += 1

@@ -168,7 +168,7 @@ class HttpExchange:
             self._connection.cycle.chunked_encoding = False  # HTTP/1.0: the end of the connection ends the body
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    def write(self, body: bytes) -> None:
+    def write(self, body: bytes, events: int = 1) -> None:
         """One chunk, straight to the transport; nothing is none, for an empty one would end the body."""
         if body and not self.is_lost:
             self._transport.write(b"%x\r\n%b\r\n" % (len(body), body) if self._frames_chunks else body)

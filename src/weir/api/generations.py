@@ -252,7 +252,7 @@ class NativeAnswer:
         ]
         self._next_id = number + len(parts)
         if parts:
-            self.client.write(parts[0] if len(parts) == 1 else b"".join(parts))
+            self.client.write(parts[0] if len(parts) == 1 else b"".join(parts), len(parts))
 
     def finish_reason(self, record: GenerationRecord) -> None:
         """Nothing: `done` tells it, with the usage."""

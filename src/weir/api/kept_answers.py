@@ -204,7 +204,7 @@ class _Collected:
     async def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         """Headers are of no interest."""
 
-    def write(self, body: bytes) -> None:
+    def write(self, body: bytes, events: int = 1) -> None:
         """Keep it, unless it is a comment."""
         if not body.startswith(b":"):
             self.pieces.append(body)

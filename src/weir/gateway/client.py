@@ -62,8 +62,11 @@ class Client(Protocol):
         """Send the status line and headers; once."""
         ...
 
-    def write(self, body: bytes) -> None:
-        """Hand over body bytes; never blocks. After `start`, before `finish`."""
+    def write(self, body: bytes, events: int = 1) -> None:
+        """Hand over body bytes; never blocks. After `start`, before `finish`.
+
+        events: how many whole events these are, which only a client that keeps them asks; a comment is none.
+        """
         ...
 
     async def finish(self, body: bytes = b"") -> None:

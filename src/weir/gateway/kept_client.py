@@ -23,7 +23,7 @@ import structlog
 
 from weir import errors
 from weir.gateway.client import Client, ClientWatcher, WholeAnswer
-from weir.gateway.kept_reader import EVENT_END, Follower, FollowParts, KeptReader, Reading, StreamMeta, StreamShape
+from weir.gateway.kept_reader import Follower, FollowParts, KeptReader, Reading, StreamMeta, StreamShape
 from weir.gateway.sealing import StreamSeal
 from weir.kept_streams import StreamName, StreamWriter
 from weir.messages import GenerationRecord, StandingView
@@ -178,7 +178,7 @@ class KeptClient:
         if not self._opened or self._manner is Manner.EVENTS:
             await self._inner.start(status, headers)
 
-    def write(self, body: bytes) -> None:
+    def write(self, body: bytes, events: int = 1) -> None:
         """Whole events, or a comment, which nobody keeps."""
         if body.startswith(b":"):
             if self._manner is Manner.EVENTS and self._behind is None:
@@ -188,7 +188,7 @@ class KeptClient:
         if self._record is not None:
             self._last.append(body)
         else:
-            self._keep(body)
+            self._keep(body, events)
 
     async def finish(self, body: bytes = b"") -> None:
         """Store the end, show it, and let go. A plain answer needs no stream: what is kept is its ending alone."""
@@ -250,8 +250,8 @@ class KeptClient:
 
     # ── keeping ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _keep(self, body: bytes) -> None:
-        begun, events = self._begun, body.count(EVENT_END)
+    def _keep(self, body: bytes, events: int) -> None:
+        begun = self._begun
         if begun is None or self._is_cut:
             self._forward(body, events)
             return

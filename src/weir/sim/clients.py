@@ -90,7 +90,7 @@ class SimClient:
         if self._habits.headers_ms:
             await asyncio.sleep(self._habits.headers_ms / 1e3)
 
-    def write(self, body: bytes) -> None:
+    def write(self, body: bytes, events: int = 1) -> None:
         """Hand over bytes; a client that has had enough leaves at the next turn of the loop."""
         if self.is_lost:
             return

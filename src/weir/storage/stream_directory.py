@@ -26,7 +26,16 @@ from typing import TypeVar, TypeVarTuple
 
 from weir import errors
 from weir.kept_streams import OnStored, StoredStream, StreamName
-from weir.storage.stream_framing import LENGTH_BYTES, READ_BYTES, check_name, framed, is_name, segments_of, whole_bytes
+from weir.storage.stream_framing import (
+    LENGTH_BYTES,
+    READ_BYTES,
+    check_name,
+    framed,
+    is_name,
+    length_of,
+    segments_of,
+    whole_bytes,
+)
 from weir.units import NANOS_PER_MILLI, Bytes, Millis
 
 SEGMENTS, END, TOUCHED = ".segments", ".end", ".touched"
@@ -58,11 +67,11 @@ class DirectoryWriter:
 
     def append(self, segment: bytes) -> bool:
         """Stored on return. Raises StreamStoreUnavailable; what was written of the segment is then taken back."""
-        content = framed(segment)
+        length = length_of(segment)
         try:
-            written = os.write(self._descriptor, content)
-            while written < len(content):
-                written += os.write(self._descriptor, content[written:])
+            written = os.writev(self._descriptor, (length, segment))  # not joined first: a segment may be large
+            if written < len(length) + len(segment):
+                written += _write_all(self._descriptor, (length + segment)[written:])
         except OSError as fault:
             self._take_back()
             raise _unavailable(fault) from fault
@@ -448,15 +457,20 @@ def _write_unfinished(folder: int, generation: str, content: bytes) -> str:
             descriptor = os.open(name, _NEW, 0o600, dir_fd=folder)
             break
     try:
-        written = 0
-        while written < len(content):
-            written += os.write(descriptor, content[written:])
+        _write_all(descriptor, content)
     except BaseException:
         _remove(folder, name)
         raise
     finally:
         os.close(descriptor)
     return name
+
+
+def _write_all(descriptor: int, content: bytes) -> Bytes:
+    written = 0
+    while written < len(content):
+        written += os.write(descriptor, content[written:])
+    return written
 
 
 def _close_unwanted(made: asyncio.Future[DirectoryWriter]) -> None:

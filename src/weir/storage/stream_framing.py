@@ -19,8 +19,13 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 def framed(segment: bytes) -> bytes:
     """A segment behind its length. segment: 1 … 2³² − 1 bytes."""
+    return length_of(segment) + segment
+
+
+def length_of(segment: bytes) -> bytes:
+    """What a segment lies behind. segment: 1 … 2³² − 1 bytes."""
     assert segment, "an empty segment cannot be told from zeros that a crash left"
-    return len(segment).to_bytes(LENGTH_BYTES, "big") + segment
+    return len(segment).to_bytes(LENGTH_BYTES, "big")
 
 
 def segments_of(content: bytes) -> tuple[list[bytes], Bytes]:

@@ -92,7 +92,7 @@ class ResponseAnswer:
 
     def _flush(self) -> None:
         if self._events:
-            self.client.write(self._events[0] if len(self._events) == 1 else b"".join(self._events))
+            self.client.write(self._events[0] if len(self._events) == 1 else b"".join(self._events), len(self._events))
             self._events.clear()
 
     # ── its end, and whole answers ───────────────────────────────────────────────────────────────────────────────────
