@@ -52,6 +52,7 @@
     │   └── InternalError                500 internal_error
     └── StoreFault
         ├── ArtifactsUnavailable         503 artifacts_unavailable
+        ├── FileStoreUnavailable         503 file_store_unavailable
         ├── LedgerUnavailable            503 ledger_unavailable
         ├── StreamStoreUnavailable       503 stream_store_unavailable
         ├── StaleEpoch                   (never leaves the process) a newer coordinator writes
@@ -329,6 +330,15 @@ class StoreFault(WeirError):
 
 class ArtifactsUnavailable(StoreFault):
     code, http_status, title = "artifacts_unavailable", 503, "The artifacts cannot be kept or read now"
+
+
+class FileStoreUnavailable(StoreFault):
+    """Waiting a second helps."""
+
+    code, http_status, title = "file_store_unavailable", 503, "Files cannot be kept or read now"
+
+    def __init__(self, detail: str = "", *, retry_after_ms: int | None = 1_000, **rest: Any) -> None:
+        super().__init__(detail, retry_after_ms=retry_after_ms, **rest)
 
 
 class LedgerUnavailable(StoreFault):
