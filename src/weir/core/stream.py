@@ -126,6 +126,11 @@ class TokenStream:
         return pieces
 
     @property
+    def held(self) -> list[Delta]:
+        """What `drain` would give."""
+        return [piece for _, piece in self._held]
+
+    @property
     def is_held(self) -> bool:
         """Whether output waits for a durable step."""
         return bool(self._held)

@@ -12,20 +12,23 @@ The coroutine here only walks the phases. What happens inside a phase is `relay`
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeAlias
 
 from weir import errors
 from weir.config import GatewayConfig
 from weir.core.endings import FinishReason, Status
 from weir.core.metering import InputBasis
+from weir.core.output import Delta
 from weir.core.request import InferenceRequest
 from weir.core.tenancy import Principal
+from weir.gateway.answer_bounds import whole_answer_bytes_max
 from weir.gateway.client import Accepted, Answer
 from weir.gateway.inbox import LOST_RETRY_MS, Inbox
 from weir.gateway.kept_client import KeptClient
 from weir.gateway.kept_reader import StreamMeta
 from weir.gateway.planning import EngineFor, Ids, Plan, Planner, acquire_of
-from weir.gateway.relay import Relay, RelayParts, whole_answer_bytes_max
+from weir.gateway.relay import Relay, RelayParts
 from weir.gateway.retention import RetentionDesk
 from weir.kept_streams import StreamName
 from weir.messages import Admitted, GenerationRecord, Rejected, StandingView
@@ -41,6 +44,9 @@ _DRAINING_RETRY_MS: Millis = 1_000
 _ID_BYTES = 12
 _EVENT_BYTES_PER_BYTE = 4
 """What events of an output take at most beside it, about: each has a name, a number and JSON around a token."""
+
+SecureAs: TypeAlias = Callable[[str, list[Delta]], Awaitable[None]]
+"""Makes the output of a generation of this id durable. Raises StoreFault, and the request fails."""
 
 Replay: TypeAlias = Callable[[GenerationRecord, StandingView], Awaitable[bool]]
 """Shows what was kept of a generation that has ended; False, and nothing shown, where nothing was."""
@@ -137,11 +143,18 @@ class Gateway:
     # ── one request ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def generate(
-        self, principal: Principal, request: InferenceRequest, answer: Answer, surface: str, replay: Replay | None = None
+        self,
+        principal: Principal,
+        request: InferenceRequest,
+        answer: Answer,
+        surface: str,
+        replay: Replay | None = None,
+        secure: SecureAs | None = None,
     ) -> None:
         """Serve one generation to its end; every failure is answered in the surface's shape.
 
-        The client of one that is retained is a KeptClient. replay: answers a request id that has been served.
+        The client of one that is retained is a KeptClient. replay: answers a request id that has been served. secure: makes the
+        output durable, under its generation's id, before it is charged for; only for what is not streamed.
         """
         if (closed := self._refusal_of_state()) is not None:
             await self._refuse(closed, answer)
@@ -165,7 +178,9 @@ class Gateway:
         self._quiet.clear()
         answer.client.watch(relay)
         try:
-            await self._serve(relay, plan, answer, surface, replay)
+            ids = Ids(relay.ref, plan.request_id, self._new_id("gen"))
+            relay.secure = partial(secure, ids.generation_id) if secure is not None else None
+            await self._serve(relay, plan, answer, ids, surface, replay)
         finally:
             answer.client.watch(None)
             relay.stop(FinishReason.DISCONNECT)
@@ -190,12 +205,11 @@ class Gateway:
             return errors.Draining("This gateway is draining.", retry_after_ms=_DRAINING_RETRY_MS)
         return None
 
-    async def _serve(self, relay: Relay, plan: Plan, answer: Answer, surface: str, replay: Replay | None) -> None:
+    async def _serve(self, relay: Relay, plan: Plan, answer: Answer, ids: Ids, surface: str, replay: Replay | None) -> None:
         waited_ns = self._clock.monotonic_ns() - answer.client.read_ns
         if waited_ns >= ns_from_ms(plan.deadline_ms):
             await self._refuse_late(plan, answer, ms_from_ns(waited_ns))
             return
-        ids = Ids(relay.ref, plan.request_id, self._new_id("gen"))
         assert self._parts is not None
         left_s = plan.deadline_ms / 1e3 - waited_ns / 1e9
         deadline = self._parts.loop.call_later(left_s, relay.stop, FinishReason.DEADLINE)

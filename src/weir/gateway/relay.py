@@ -12,15 +12,15 @@ awaited: another grant, or the end.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, TypeAlias
 
 from weir import errors
 from weir.config import GatewayConfig
 from weir.core.endings import FinishReason
-from weir.core.output import VECTOR_BYTES_MAX
 from weir.core.routing.retry import is_retryable
+from weir.gateway.answer_bounds import whole_answer_bytes_max
 from weir.gateway.attempt import Attempt
 from weir.gateway.client import Answer
 from weir.gateway.planning import Plan
@@ -48,18 +48,10 @@ from weir.messages import (
     Up,
 )
 from weir.ports import Clock, CoordinatorLink, Delta, Engine, EngineCall, EngineEnd, EngineRun
-from weir.units import Bytes, Millis, Nanos, Tokens, ns_from_ms
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
-    from typing import Any
+from weir.units import Millis, Nanos, Tokens, ns_from_ms
 
 _MARK_EVERY_NS = 100_000_000
 """Granularity of the slow-client watch: marks of what was written when."""
-
-_WHOLE_ANSWER_BYTES_PER_TOKEN = 256
-_WHOLE_ANSWER_BYTES = 64 * 1024
-"""No vocabulary has longer tokens, and a short answer may come in a few large ones."""
 
 _REASON_OF_FAULT: dict[type[errors.WeirError], FinishReason] = {
     errors.EngineError: FinishReason.ENGINE_ERROR,
@@ -69,6 +61,9 @@ _REASON_OF_FAULT: dict[type[errors.WeirError], FinishReason] = {
 }
 
 _ANSWERLESS = (FinishReason.DISCONNECT, FinishReason.SLOW_CLIENT)
+
+Secure: TypeAlias = Callable[[list[Delta]], Awaitable[None]]
+"""Makes a whole answer durable, from its pieces. Raises StoreFault, and the request fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +82,7 @@ class RelayParts:
     store_wait_ms: Millis
     engine_for: Callable[..., Engine]
     salt_of: Callable[[Plan], str]
-    spawn: Callable[["Coroutine[Any, Any, None]"], None]
+    spawn: Callable[[Coroutine[Any, Any, None]], None]
     reopen: Callable[[int], int]
     settled: Callable[[int], None]
     is_heard: Callable[[], bool]
@@ -112,6 +107,8 @@ class Relay:
         self._marks: deque[tuple[int, Nanos]] = deque()
         self._retelling = Retelling(parts.clock)
         self.ref = 0
+        self.secure: Secure | None = None
+        self._secured: Attempt | None = None  # whose output is made durable
         self.decision: Admitted | Rejected | None = None
         self.hold_durable = False
         self.record: GenerationRecord | None = None
@@ -335,7 +332,20 @@ class Relay:
             return
         if self._keeps and self._client.unsent:
             return  # what is not stored yet is not delivered
-        self._finish(end.reason)
+        if self.secure is None:
+            self._finish(end.reason)
+        elif self._secured is not self._attempt:
+            self._secured = self._attempt
+            self._parts.spawn(self._finish_secured(self.secure(self._attempt.stream.held), self._attempt, end.reason))
+
+    async def _finish_secured(self, securing: Awaitable[None], attempt: Attempt, reason: FinishReason) -> None:
+        """Nothing is reported as made, and so charged for, before it can be had after any crash."""
+        try:
+            await securing
+        except errors.StoreFault as fault:
+            attempt.detail, reason = fault.detail, FinishReason.LEDGER_UNAVAILABLE
+        if self._attempt is attempt:
+            self.stop(reason)
 
     # ── towards the client ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -486,13 +496,3 @@ class Relay:
     def _ttft_ms(self) -> float | None:
         first_ns = self._first_written_ns if self._streamed else self._attempt.stream.first_ns
         return None if first_ns is None else (first_ns - self._client.read_ns) / 1e6
-
-
-def whole_answer_bytes_max(plan: Plan) -> Bytes:
-    """Above this an answer is more than what was asked for can take."""
-    demands = plan.request.demands
-    if demands.embedding is not None:
-        return _WHOLE_ANSWER_BYTES + VECTOR_BYTES_MAX * len(demands.embedding.texts)
-    reported = 0 if demands.top_logprobs is None else 1 + demands.top_logprobs
-    per_token = _WHOLE_ANSWER_BYTES_PER_TOKEN * (1 + reported)
-    return _WHOLE_ANSWER_BYTES + per_token * plan.max_output_tokens * demands.choices
