@@ -12,7 +12,8 @@ from tests.contract.admin_stand import ManualClock
 from tests.s3_server import OPTIONS, s3_endpoint, s3_url
 
 from weir.kept_streams import StreamName, StreamStore, StreamWriter
-from weir.storage.stream_bucket import ObjectClient, StreamBucket
+from weir.storage.object_requests import ObjectClient
+from weir.storage.stream_bucket import StreamBucket
 from weir.storage.stream_directory import StreamDirectory
 from weir.storage.stream_memory import StreamMemory
 

@@ -20,53 +20,27 @@ only once a bucket is asked for. It takes credentials and the endpoint from the 
 """
 
 import asyncio
-import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from weir import errors
 from weir.kept_streams import OnStored, StoredStream, StreamName
+from weir.storage.object_requests import ObjectClient, ObjectRequests, object_client
 from weir.storage.stream_framing import LENGTH_BYTES, READ_BYTES, check_name, framed, is_name, segments_of
 from weir.units import Bytes, Millis
 
 WRITE_SECONDS = 2.0
 READ_SECONDS = 5.0
 LIST_SECONDS = 60.0
-_PAUSES_SECONDS = (0.05, 0.25)
-"""Between the three tries of one request."""
 
-_ADDRESS = re.compile(r"(s3|gs|az)://[^/].*|file:///.+")
-_QUERY = re.compile(r"[?]\S*")
 _GETS_MAX = 16
 _TOUCH_DIGITS_MAX = 20
 _LISTED_AT_ONCE = 1_000
 _DELETE_ROUNDS = 4
-
-T = TypeVar("T")
-
-
-class ObjectClient(Protocol):
-    """What this needs of obstore's stores, all of which have it."""
-
-    async def put_async(self, path: str, file: bytes, *, mode: Any) -> Any: ...
-
-    async def get_async(self, path: str) -> Any: ...
-
-    async def head_async(self, path: str) -> Any: ...
-
-    async def delete_async(self, paths: str | Sequence[str]) -> Any: ...
-
-    def list(self, prefix: str, *, chunk_size: int) -> Any: ...
-
-    async def list_with_delimiter_async(self, prefix: str | None = None) -> Any: ...
-
-
-class BucketFault(Exception):
-    """What the client said, in a line without what may be a credential."""
 
 
 class BucketWriter:
@@ -148,45 +122,18 @@ class StreamBucket:
     poll_ms: Millis = 500
 
     def __init__(self, objects: ObjectClient) -> None:
-        from obstore import exceptions
-
         self._objects = objects
-        self._taken = exceptions.AlreadyExistsError
-        self._faults = (exceptions.BaseError, OSError, ValueError)
-        self._final = (
-            exceptions.PermissionDeniedError,
-            exceptions.UnauthenticatedError,
-            exceptions.NotSupportedError,
-            exceptions.InvalidPathError,
-        )
+        self._requests = ObjectRequests("Retained streams cannot be kept or read now.", errors.StreamStoreUnavailable)
+        self._taken = self._requests.taken
         self._writers: set[BucketWriter] = set()
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> "StreamBucket":
         """A bucket by its address: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` or `file:///folder`.
 
-        options: of obstore's `from_url`, instead of the environment. Raises InvalidRequest, naming the scheme only, where the
-        client is not installed or refuses the address or an option.
+        options: of obstore's `from_url`, instead of the environment. Raises InvalidRequest, as `object_client` does.
         """
-        try:
-            from obstore.exceptions import BaseError
-            from obstore.store import from_url
-        except ImportError as missing:
-            raise errors.InvalidRequest("A bucket for retained streams needs its client: install weir[objects].") from missing
-        scheme = url.partition("://")[0]
-        # The tries are counted here; a folder has no such setting.
-        own: Mapping[str, Any] = (
-            {"automatic_cleanup": True, "mkdir": True} if scheme == "file" else {"retry_config": {"max_retries": 0}}
-        )
-        if _ADDRESS.fullmatch(url) is None:
-            raise errors.InvalidRequest("The address of a bucket is s3://NAME, gs://NAME, az://NAME or file:///FOLDER.")
-        try:
-            return cls(from_url(url, **{**own, **options}))
-        except (BaseError, OSError, ValueError, TypeError):
-            # What the client says may quote a credential.
-            raise errors.InvalidRequest(
-                f"This is no address of a bucket, or an option of it is wrong ({scheme}://…)."
-            ) from None
+        return cls(object_client(url, "retained streams", **options))
 
     async def create(self, name: StreamName, head: bytes, on_stored: OnStored) -> BucketWriter:
         """As the port says."""
@@ -283,7 +230,7 @@ class StreamBucket:
 
     async def tenants(self) -> list[str]:
         """As the port says, in the order of names."""
-        listed = await self._tried(self._objects.list_with_delimiter_async, LIST_SECONDS)
+        listed = await self._requests.tried(self._objects.list_with_delimiter_async, LIST_SECONDS)
         return sorted(filter(is_name, (prefix.strip("/") for prefix in listed["common_prefixes"])))
 
     async def delete(self, name: StreamName) -> None:
@@ -313,7 +260,7 @@ class StreamBucket:
 
     async def put(self, key: str, content: bytes) -> None:
         """Store an object. Raises StreamStoreUnavailable."""
-        await self._tried(lambda: self._objects.put_async(key, content, mode="overwrite"), WRITE_SECONDS)
+        await self._requests.tried(lambda: self._objects.put_async(key, content, mode="overwrite"), WRITE_SECONDS)
 
     async def _put_new(self, key: str, content: bytes) -> bool:
         """Store an object where there is none; False where there is one."""
@@ -325,7 +272,7 @@ class StreamBucket:
             await self._objects.put_async(key, content, mode="create")
 
         try:
-            await self._tried(put, WRITE_SECONDS, self._taken)
+            await self._requests.tried(put, WRITE_SECONDS, self._taken)
         except self._taken:
             # An earlier try may have been stored and its answer lost; sealed content is never the same by chance.
             return tries > 1 and await self._get(key) == content
@@ -337,19 +284,19 @@ class StreamBucket:
             return content
 
         with suppress(FileNotFoundError):
-            return await self._tried(get, READ_SECONDS, FileNotFoundError)
+            return await self._requests.tried(get, READ_SECONDS, FileNotFoundError)
         return None
 
     async def _exists(self, key: str) -> bool:
         with suppress(FileNotFoundError):
-            await self._tried(lambda: self._objects.head_async(key), READ_SECONDS, FileNotFoundError)
+            await self._requests.tried(lambda: self._objects.head_async(key), READ_SECONDS, FileNotFoundError)
             return True
         return False
 
     async def _remove(self, keys: str | Sequence[str]) -> bool:
         """Whether all are gone: some stores end at the first one that is missing."""
         with suppress(FileNotFoundError):
-            await self._tried(lambda: self._objects.delete_async(keys), LIST_SECONDS, FileNotFoundError)
+            await self._requests.tried(lambda: self._objects.delete_async(keys), LIST_SECONDS, FileNotFoundError)
             return True
         return isinstance(keys, str)
 
@@ -360,26 +307,9 @@ class StreamBucket:
             objects: list[Any] = await self._objects.list(prefix, chunk_size=_LISTED_AT_ONCE).collect_async()
             return objects
 
-        for each in await self._tried(listed, LIST_SECONDS):
+        for each in await self._requests.tried(listed, LIST_SECONDS):
             modified: datetime = each["last_modified"]
             yield each["path"], each["size"], int(modified.timestamp() * 1_000)
-
-    async def _tried(self, request: Callable[[], Awaitable[T]], seconds: float, answer: type[Exception] | None = None) -> T:
-        """A request, tried up to three times. answer: an exception that is no fault. Raises StreamStoreUnavailable."""
-        try:
-            async with asyncio.timeout(seconds):
-                for pause in _PAUSES_SECONDS:
-                    try:
-                        return await request()
-                    except self._faults as fault:
-                        if isinstance(fault, self._final) or (answer is not None and isinstance(fault, answer)):
-                            raise
-                    await asyncio.sleep(pause)
-                return await request()
-        except self._faults as fault:
-            if answer is not None and isinstance(fault, answer):
-                raise
-            raise errors.StreamStoreUnavailable("Retained streams cannot be kept or read now.") from _shown(fault)
 
 
 def folder_key(name: StreamName) -> str:
@@ -390,9 +320,3 @@ def folder_key(name: StreamName) -> str:
 def segments_key(name: StreamName, number: int) -> str:
     """The key of an object of segments. number: 0 … 99,999,999."""
     return f"{folder_key(name)}s/{number:08d}"
-
-
-def _shown(fault: Exception) -> BucketFault:
-    """The first line, which has no header; a signature may be in the query of an address."""
-    line = _QUERY.sub("", next(iter(str(fault).splitlines()), ""))
-    return BucketFault(f"{type(fault).__name__}: {line}")
