@@ -32,7 +32,7 @@ SHAPES = (
     ),
     (
         "OpenAI ([chat](openai-chat.md), [completions](openai-completions.md), [embeddings](embeddings.md),"
-        " [models](models.md))",
+        " [files and batches](openai-batches.md), [models](models.md))",
         "`error`: `message`, `type`, `param`, `code`, and the members",
         "the same, with the record as the member `generation`",
         "one event with `error`, then `[DONE]`",

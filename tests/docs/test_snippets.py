@@ -101,8 +101,10 @@ def test_the_tutorial_runs_as_it_stands(tmp_path: Path) -> None:
         assert not (tmp_path / "state" / "ready.json").exists()
 
 
-RUNNABLE = ["README.md", *(page_of(surface) for surface in SURFACES if surface.page != "embeddings.md")]
-"""Embeddings need a model that makes them, which the documented cell has not; their own tests run the official SDK."""
+UNSERVED = ("embeddings.md", "openai-batches.md")
+RUNNABLE = ["README.md", *(page_of(surface) for surface in SURFACES if surface.page not in UNSERVED)]
+"""Embeddings need a model that makes them, batches a place for files: the documented cell has neither. Their own tests run the
+official SDK."""
 
 
 @pytest.mark.parametrize("page", RUNNABLE)

@@ -13,7 +13,7 @@ from weir.api.openapi.shared_parts import member_schemas
 from weir.errors import ERROR_BY_CODE, WeirError
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "weir"
-FOLDERS = ("api", "gateway", "coordinator", "control", "core")
+FOLDERS = ("api", "batches", "gateway", "coordinator", "control", "core")
 RENAMED = {"reset_ms": "resets_at"}
 """What the edge makes of a member."""
 

@@ -15,6 +15,7 @@ from weir.api.exchange import HttpExchange
 from weir.api.generations import is_request_id
 from weir.api.plain_answer import show
 from weir.api.wire import Headers, Rendered, id_headers, json_object, limit_headers
+from weir.batches.desk import BatchDesk
 from weir.core.tenancy import Principal
 from weir.gateway.pipeline import Gateway
 from weir.gateway.sign_in import SignIn
@@ -75,12 +76,16 @@ class Surface(Protocol):
 
 
 class Door:
-    """What handlers of every surface do with a call, on one gateway. sign_in: API keys alone, unless another is set."""
+    """What handlers of every surface do with a call, on one gateway.
+
+    sign_in: API keys alone, unless another is set. batches: nothing keeps files, unless it is set.
+    """
 
     def __init__(self, gateway: Gateway, clock: Clock) -> None:
         self.gateway = gateway
         self.clock = clock
         self.sign_in = SignIn(clock)
+        self.batches: BatchDesk | None = None
 
     def authenticate(self, call: Call) -> Principal:
         """Who asks. Raises Unauthenticated, Revoked, IssuerUnavailable or Forbidden."""
@@ -93,6 +98,12 @@ class Door:
         call.take_key()
         principal = self.authenticate(call)
         return principal, json_object(await call.exchange.body())
+
+    def desk(self) -> BatchDesk:
+        """Who keeps files and batches. Raises NotFound where nobody does."""
+        if self.batches is None:
+            raise errors.NotFound("No place for files is configured here, so that there are no files and no batches.")
+        return self.batches
 
     async def standing(self, principal: Principal, alias: str = "") -> StandingView:
         """The caller's per-minute limits."""
@@ -111,9 +122,10 @@ class Door:
         return _known(found.record)
 
     async def send_json(self, call: Call, body: Any, request_id: str = "") -> None:
-        """An answer of status 200 to an authenticated call."""
+        """An answer of status 200 to an authenticated call. body: what is made into JSON, unless it is that already."""
         assert call.principal is not None
-        rendered = Rendered(200, b"application/json", msgspec.json.encode(body), [])
+        content = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        rendered = Rendered(200, b"application/json", content, [])
         await self.send(call, rendered, await self.standing(call.principal), request_id)
 
     async def send(

@@ -5,7 +5,7 @@ that a relayed chunk costs no task switch.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from weir import errors
@@ -69,6 +69,7 @@ class HttpExchange:
         self.read_ns: Nanos = clock.monotonic_ns()
         self.written: Bytes = 0
         self.is_started = False
+        self._discard_bytes_max, self._discard_s = _DISCARD_BYTES_MAX, _DISCARD_S
 
     # ── the request ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -88,12 +89,51 @@ class HttpExchange:
         or the client left.
         """
         limit = self._config.body_bytes_max
-        declared = self.headers.get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > limit:
-            raise _too_large(limit)
+        self._refuse_declared(limit)
         body = await (self._read_up_to(limit) if self._connection.has_whole_body else self._read_in_time(limit))
         self.read_ns = self._clock.monotonic_ns()
         return body
+
+    async def body_pieces(self, limit: Bytes) -> AsyncGenerator[bytes, None]:
+        """The body as it arrives, for what does not keep it whole: each piece is counted until the next is asked for.
+
+        limit: of all of it, whatever the bound of other bodies. Close it where it is left early.
+
+        Raises RequestTooLarge, QueueFull while too many bodies are arriving, and InvalidRequest when nothing came for a body's
+        wait or the client left.
+        """
+        self._discard_bytes_max, self._discard_s = max(limit, _DISCARD_BYTES_MAX), self._config.body_wait_ms / 1e3
+        self._refuse_declared(limit)
+        size, has_more = 0, True
+        while has_more:
+            piece, has_more = await self._next_piece()
+            size += len(piece)
+            if size > limit:
+                raise _too_large(limit)
+            self._bodies.take(len(piece))
+            try:
+                yield piece
+            finally:
+                self._bodies.give_back(len(piece))
+
+    async def _next_piece(self) -> tuple[bytes, bool]:
+        """What came, and whether more will."""
+        try:
+            async with asyncio.timeout(self._config.body_wait_ms / 1e3):
+                message = await self._receive()
+        except TimeoutError as late:
+            raise errors.InvalidRequest(
+                f"Nothing of the body arrived for {self._config.body_wait_ms} ms.", members={"field": "body"}
+            ) from late
+        self.read_ns = self._clock.monotonic_ns()
+        if message["type"] != "http.request":
+            raise errors.InvalidRequest("The client left while sending its body.", members={"field": "body"})
+        return message["body"], message["more_body"]
+
+    def _refuse_declared(self, limit: Bytes) -> None:
+        declared = self.headers.get(b"content-length", b"0")
+        if declared.isdigit() and int(declared) > limit:
+            raise _too_large(limit)
 
     async def _read_in_time(self, limit: Bytes) -> bytes:
         try:
@@ -129,8 +169,8 @@ class HttpExchange:
         discarded = 0
         waited_s = (self._clock.monotonic_ns() - self.read_ns) / 1e9
         try:
-            async with asyncio.timeout(min(_DISCARD_S, self._config.body_wait_ms / 1e3 - waited_s)):
-                while discarded < _DISCARD_BYTES_MAX:
+            async with asyncio.timeout(min(self._discard_s, self._config.body_wait_ms / 1e3 - waited_s)):
+                while discarded < self._discard_bytes_max:
                     message = await self._receive()
                     if message["type"] != "http.request" or not message["more_body"]:
                         return
@@ -173,6 +213,20 @@ class HttpExchange:
         if body and not self.is_lost:
             self._transport.write(b"%x\r\n%b\r\n" % (len(body), body) if self._frames_chunks else body)
             self.written += len(body)
+
+    async def send_piece(self, body: bytes) -> None:
+        """Some of a body whose length the headers told, once the socket has room. Cuts a client that takes nothing any more."""
+        while not self.is_lost:
+            unsent = self.unsent
+            try:
+                async with asyncio.timeout(self._config.slow_client_grace_ms / 1e3):  # waits before it writes, never behind
+                    await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            except TimeoutError:
+                if self.unsent >= unsent:
+                    self.abort()
+            else:
+                self.written += len(body)
+                return
 
     async def finish(self, body: bytes = b"") -> None:
         """The last bytes; waits until the socket took them or the slow-client grace is over, and then cuts."""

@@ -14,6 +14,8 @@ from weir.api.anthropic.anthropic_surface import AnthropicSurface
 from weir.api.door import Call, Door, Methods, Surface
 from weir.api.exchange import ArrivingBodies, HttpExchange, Receive, Send
 from weir.api.native import NativeSurface
+from weir.api.openai.batches import BatchesSurface
+from weir.api.openai.files import FilesSurface
 from weir.api.openai.response_paths import ResponsesSurface
 from weir.api.openai.surface import OpenAISurface
 from weir.api.openapi.document import document_answer
@@ -27,7 +29,8 @@ _FAILED = "The platform failed while serving this request."
 
 
 class TenantApp:
-    """ASGI 3 application of a gateway. is_ready: whether new work is welcome (`/readyz`). door: how callers are told apart."""
+    """ASGI 3 application of a gateway. is_ready: whether new work is welcome (`/readyz`). door: how callers are told
+    apart, and who keeps their files."""
 
     def __init__(
         self,
@@ -47,7 +50,8 @@ class TenantApp:
         self.door = Door(gateway, clock)
         self._native = NativeSurface(self.door)
         self._anthropic = AnthropicSurface(self.door)
-        openai = (ResponsesSurface(self.door), OpenAISurface(self.door))
+        kept = (FilesSurface(self.door), BatchesSurface(self.door))
+        openai = (*kept, ResponsesSurface(self.door), OpenAISurface(self.door))
         self._surfaces: tuple[Surface, ...] = (self._native, self._anthropic, *openai)
         self._open: dict[str, Methods] = {
             "/healthz": {"GET": self._healthz},

@@ -9,6 +9,7 @@ import msgspec
 
 import weir
 from weir.api.openapi import (
+    batches_paths,
     chat_paths,
     completions_paths,
     embeddings_paths,
@@ -29,6 +30,7 @@ SURFACES: tuple[SurfaceDescription, ...] = (
     completions_paths.SURFACE,
     responses_paths.SURFACE,
     embeddings_paths.SURFACE,
+    batches_paths.SURFACE,
     messages_paths.SURFACE,
     models_paths.SURFACE,
     service_paths.SURFACE,

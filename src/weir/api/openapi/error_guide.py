@@ -37,8 +37,8 @@ _SEND_AGAIN = "Send it again after `Retry-After`."
 GUIDE: Mapping[type[WeirError], Advice] = {
     errors.InvalidRequest: Advice(
         "The body, a field or a header is not what is accepted, or this is no HTTP.",
-        "Correct what `field` names.",
-        members=_FIELD,
+        "Correct what `field` names, in a file at the `line`.",
+        members=(*_FIELD, "line"),
     ),
     errors.UnsupportedField: Advice(
         "A field, or this value of it, is not supported here.", "Leave it out; `accepted` says what is known.", members=_FIELD
@@ -98,7 +98,7 @@ GUIDE: Mapping[type[WeirError], Advice] = {
     errors.NotAllowedNow: Advice(
         "What this is about is in another state, or in use.",
         "Look at it, and do first what `detail` names.",
-        members=("state", "accepted", "aliases", "rollouts", "rollout", "adapters", "pool", "missing", "limit"),
+        members=("state", "accepted", "aliases", "rollouts", "rollout", "adapters", "pool", "missing", "limit", "used"),
     ),
     errors.StreamNotRetained: Advice(
         "The events of this request were not kept, or not for so long, or were deleted.",
@@ -143,8 +143,8 @@ GUIDE: Mapping[type[WeirError], Advice] = {
     errors.ReplicaLost: Advice("The engine's process was lost; nobody of yours pays.", "Send it again if it is marked so."),
     errors.Stalled: Advice("The engine went silent; nobody of yours pays.", "Send it again if it is marked so."),
     errors.QueueFull: Advice(
-        "As many requests wait as may, too many bodies arrive, too many readers follow retained streams, or those of the tenant"
-        " that run take all of its bytes.",
+        "As many requests wait as may, too many bodies or files arrive, too many readers follow retained streams, or those of"
+        " the tenant that run take all of its bytes.",
         _SEND_AGAIN,
         Wait.ESTIMATE,
     ),
@@ -163,6 +163,11 @@ GUIDE: Mapping[type[WeirError], Advice] = {
     errors.StreamStoreUnavailable: Advice(
         "Where streams are kept cannot be reached or written now, or what it has cannot be opened.",
         "Send it again after `Retry-After`; if it stays, tell your operator, or do without `retain`.",
+        Wait.ESTIMATE,
+    ),
+    errors.FileStoreUnavailable: Advice(
+        "Where files and batches are kept cannot be reached or written now; the outcome of a write may be unknown.",
+        "Send it again after `Retry-After`; look at the list of batches before you create one again.",
         Wait.ESTIMATE,
     ),
     errors.ArtifactsUnavailable: Advice("Artifacts cannot be kept or read now.", "Send it again later; look at the disk."),

@@ -15,6 +15,7 @@ from weir.api.openapi.json_schema import (
     whole,
     words,
 )
+from weir.core.batches.batch_records import BatchStatus
 from weir.core.endings import FinishReason, Status
 from weir.core.issuers import TokenFlaw
 from weir.core.metering import Basis
@@ -115,7 +116,8 @@ def member_schemas() -> dict[str, Json]:
         "resets_at": {**text("When the bucket is unused again, or the window ends (RFC 3339)."), "format": "date-time"},
         "service_class": words("The caller's service class, which no pool of the model takes.", ServiceClass),
         "allowed": listed("The methods that the path takes.", {"type": "string"}),
-        "state": words("The state of what this is about.", Status),
+        "line": whole("The line of the file that is wrong.", 1),
+        "state": words("The state of what this is about.", dict.fromkeys((*Status, *BatchStatus))),
         "generation": ref("Generation"),
     }
 

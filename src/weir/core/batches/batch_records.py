@@ -75,9 +75,10 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 
 class BatchRecord(msgspec.Struct, frozen=True):
-    """A batch as it was asked for. key: the credential that its lines run as. window: as written, window_ms: what it means.
+    """A batch as it was asked for. key: the credential that its lines run as. window: as written.
 
-    expires_ms: wall time at which what is not done is given up.
+    expires_ms: wall time at which what is not done is given up. output_expires_s: how long its result files are kept, None for
+    the default.
     """
 
     id: str
@@ -91,6 +92,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     expires_ms: Millis
     lines: int
     metadata: dict[str, str] = {}
+    output_expires_s: int | None = None
 
 
 class BatchCounts(msgspec.Struct, frozen=True):
