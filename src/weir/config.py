@@ -50,6 +50,13 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "batch_share_percent": (1, 99),
     "concurrency_min_percent": (1, 100),
     "leeway_ms": (0, 300_000),
+    "line_bytes_max": (1_024, 8 * 1024 * 1024),
+    "lines_max": (1, 1_000_000),
+    "files_max": (1, 100_000),
+    "file_days": (1, 3_650),
+    "open_batches_max": (1, 10_000),
+    "lines_in_flight": (1, 10_000),
+    "batches_at_once": (4, 1_000),
 }
 """Accepted ranges by key; a key ending in _ms takes 1 ms … 1 day, _bytes 1 byte … 64 GiB, others 1 … 2^31."""
 
@@ -215,6 +222,24 @@ class RetentionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """Files and batches of tenants: where they are kept, and how much; without a place `weir up` takes its state directory."""
+
+    directory: str | None = None  # of every part of the cell that serves tenants or runs batches
+    bucket: str | None = None  # in its place; its credentials come from the environment
+    file_bytes_max: Bytes = 200 * 1024 * 1024  # of one file
+    line_bytes_max: Bytes = 1024 * 1024  # of one line: it waits in memory
+    lines_max: int = 50_000  # of one file
+    tenant_bytes_max: Bytes = 10 * 1024 * 1024 * 1024  # of all files of a tenant
+    files_max: int = 10_000  # of a tenant
+    file_days: int = 30  # for which files stay that say nothing else, results too
+    open_batches_max: int = 100  # of a tenant, that have not ended
+    lines_in_flight: int = 64  # of all batches: admitted, queued or running
+    batches_at_once: int = 16  # that run; a tenant's share is a quarter
+    poll_ms: Millis = 1_000  # between looks for new batches
+
+
+@dataclass(frozen=True, slots=True)
 class LogConfig:
     """json: one object per line; false: text for a terminal."""
 
@@ -235,6 +260,7 @@ class WeirConfig:
     store: StoreConfig = field(default_factory=StoreConfig)
     link: LinkConfig = field(default_factory=LinkConfig)
     retention: RetentionConfig = field(default_factory=RetentionConfig)
+    batches: BatchConfig = field(default_factory=BatchConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 
@@ -249,6 +275,7 @@ def load_config(path: Path | None) -> WeirConfig:
     config = _section(WeirConfig, tables, "")
     _check_issuers(config.issuers)
     _check_retention(config.retention)
+    _check_places(config.batches, "batches")
     return config
 
 
@@ -355,10 +382,15 @@ def _check_issuers(issuers: Mapping[str, Issuer]) -> None:
 
 def _check_retention(retention: RetentionConfig) -> None:
     """One place, and keys wherever there is one. Raises InvalidRequest."""
-    if retention.directory is not None and retention.bucket is not None:
-        raise _refuse("retention.bucket", "absent beside directory", "is a second place")
+    _check_places(retention, "retention")
     if (retention.directory or retention.bucket) and retention.key_file is None:
         raise _refuse("retention.key_file", _text("retention.key_file", "key_file"), "is missing")
+
+
+def _check_places(section: RetentionConfig | BatchConfig, name: str) -> None:
+    """Raises InvalidRequest where two places are named."""
+    if section.directory is not None and section.bucket is not None:
+        raise _refuse(f"{name}.bucket", "absent beside directory", "is a second place")
 
 
 def _bounds_of(key: str) -> tuple[float, float]:

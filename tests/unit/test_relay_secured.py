@@ -3,6 +3,7 @@
 import asyncio
 
 from tests.unit.test_relay_attempts import STEP, Scene, play
+
 from weir import errors
 from weir.core.endings import FinishReason
 from weir.core.output import Delta, text_of

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from weir import errors
+from weir.app.batch_side import BatchSide, files_placed
 from weir.app.control_side import ACKNOWLEDGE_MS, ControlSide, aliases_of
 from weir.app.coordinator_side import CoordinatorSide
 from weir.app.engine_choice import check_engine_names, check_further_pools
@@ -53,7 +54,11 @@ class Cell:
     def __init__(self, options: CellOptions, stores: Stores) -> None:
         self._options = options
         entropy = SystemEntropy()
-        config = replace(options.config, retention=placed(options.config.retention, stores.directory.path, entropy))
+        config = replace(
+            options.config,
+            retention=placed(options.config.retention, stores.directory.path, entropy),
+            batches=files_placed(options.config.batches, stores.directory.path),
+        )
         self._parts = ProcessParts(config, stores, SystemClock(), entropy, Telemetry(), options.announce)
         self._watchdog = Watchdog()
         self._ready_files = ReadyFiles([stores.directory.ready_file, options.ready_file])
@@ -90,6 +95,7 @@ class Cell:
         snapshot = self._control.snapshot
         coordinator = await self._coordinating.recover(snapshot)
         front = self._front = self._compose_front(coordinator)
+        batches = BatchSide(self._parts, coordinator, self._control.engines, self._coordinating.terms)
         view = self._coordinating.view(self._control.supervisor.fault_of, front.inbox)
         listeners.begin()
         async with asyncio.TaskGroup() as tasks:
@@ -97,6 +103,7 @@ class Cell:
             upkeep.append(tasks.create_task(self._watchdog.run()))
             admin = await self._control.admin_app(view)
             front.start(tasks, listeners)
+            batches.start(tasks)
             server = listeners.serve_admin(tasks, admin, lambda: self._parts.new_name("req"))
             if await unless_stopped(stop, self._wait_ready(front)):
                 urls = listeners.api_url, listeners.admin_url, listeners.metrics_url
@@ -105,7 +112,8 @@ class Cell:
                 settle_garbage_collector()
                 on_ready(ready)
                 await stop.wait()
-            await self._take_down(coordinator, front, server)
+            batches.stop()
+            await self._take_down(coordinator, front, server, batches)
             for task in upkeep:
                 task.cancel()
 
@@ -157,9 +165,10 @@ class Cell:
 
     # ── end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _take_down(self, coordinator: Coordinator, front: Front, admin: QuietServer) -> None:
+    async def _take_down(self, coordinator: Coordinator, front: Front, admin: QuietServer, batches: BatchSide) -> None:
         self._draining = True
         await self._coordinating.drain()
+        await batches.finish()
         admin.should_exit = True
         await front.stop()
         coordinator.close()

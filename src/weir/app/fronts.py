@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from weir.api.tenant_app import TenantApp
+from weir.app.batch_side import open_desk
 from weir.app.engine_clients import EngineClients
 from weir.app.gateway_keeper import GatewayKeeper
 from weir.app.issuer_documents import IssuerDocuments
@@ -104,6 +105,7 @@ class OwnFront:
         config = process.config.gateway
         app = TenantApp(self._gateway, process.clock, process.entropy, config, parts.is_ready, parts.on_broken)
         app.door.sign_in = self._sign_in
+        app.door.batches = open_desk(process.config.batches, process.clock, process.entropy)
         self._server = listeners.serve_tenants(tasks, app)
 
     async def wait_ready(self) -> bool:

@@ -13,6 +13,7 @@ import msgspec
 
 from weir import errors
 from weir.api.tenant_app import TenantApp
+from weir.app.batch_side import open_desk
 from weir.app.engine_clients import EngineClients
 from weir.app.issuer_documents import IssuerDocuments
 from weir.app.process_parts import Watchdog
@@ -120,6 +121,7 @@ class GatewayProcess:
         config = within_open_files(self._options.config.gateway, raise_open_files())
         app = TenantApp(gateway, self._clock, self._entropy, config, self._is_ready, self._watchdog.fail)
         app.door.sign_in = self._sign_in
+        app.door.batches = open_desk(self._options.config.batches, self._clock, self._entropy)
         server = tenant_server(app, config)
         for listener in self._options.listeners:
             begin_listening(listener, config)

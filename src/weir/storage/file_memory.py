@@ -60,6 +60,11 @@ class FileMemory:
         self._clock_ms = clock_ms
         self._files: dict[str, tuple[bytes, Millis]] = {}
 
+    @property
+    def keys(self) -> list[str]:
+        """All there is, in order."""
+        return sorted(self._files)
+
     async def begin(self, key: str) -> MemoryFileWriter:
         """As the port says."""
         check_key(key)

@@ -1,0 +1,234 @@
+"""A worker's view of the store: batches that are open, their input line by line, their progress, result files and ends."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from weir import errors
+from weir.batches import file_keys
+from weir.batches.line_log import LineLog, Lines, Told
+from weir.core.batches.batch_records import (
+    BATCH_ID_PREFIX,
+    FILE_ID_PREFIX,
+    BatchCounts,
+    BatchEnd,
+    BatchFault,
+    BatchProgress,
+    BatchRecord,
+    BatchStatus,
+    CancelMark,
+    FileRecord,
+    Purpose,
+)
+from weir.core.batches.input_lines import InputLine, LineSplitter, read_line
+from weir.core.batches.result_lines import error_line
+from weir.kept_files import FileStore, FileWriter
+from weir.ports import Clock
+from weir.units import Bytes, Millis
+
+_READ_BYTES: Bytes = 1024 * 1024
+_WRITE_BYTES: Bytes = 256 * 1024
+_WHY = {
+    "batch_cancelled": "The batch was cancelled before this line was run.",
+    "batch_expired": "The batch's time was over before this line was run.",
+}
+
+Record = TypeVar("Record")
+
+
+class OpenBatch(msgspec.Struct, frozen=True):
+    """What a mark of an open batch says."""
+
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Ids of result files, where they have a line, and the lines in them."""
+
+    output: str | None
+    error: str | None
+    counts: BatchCounts
+
+
+class BatchFiles:
+    """On one store. line_bytes_max: of an input line; kept_ms: for which result files stay. Raises FileStoreUnavailable."""
+
+    def __init__(self, store: FileStore, clock: Clock, line_bytes_max: Bytes, kept_ms: Millis) -> None:
+        self.store = store
+        self._clock = clock
+        self._line_bytes_max = line_bytes_max
+        self._kept_ms = kept_ms
+
+    # ── what is there ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def open_batches(self) -> list[BatchRecord]:
+        """Batches that have not ended, the oldest first. A mark without a batch, as of a crash, is left to `forget`."""
+        records = []
+        for mark in await self.store.files(file_keys.OPEN_FOLDER):
+            batch_id = mark.key.rpartition("/")[2]
+            found = await self._read(mark.key, OpenBatch)
+            record = await self._read(file_keys.batch_record(found.tenant, batch_id), BatchRecord) if found else None
+            if record is not None:
+                records.append(record)
+        return records
+
+    async def has_ended(self, record: BatchRecord) -> bool:
+        """Whether it has; its mark goes then."""
+        if await self.store.find(file_keys.batch_end(record.tenant, record.id)) is None:
+            return False
+        await self.store.delete(file_keys.open_batch(record.id))
+        return True
+
+    async def progress(self, record: BatchRecord) -> BatchProgress | None:
+        """As it was last shown."""
+        return await self._read(file_keys.batch_progress(record.tenant, record.id), BatchProgress)
+
+    async def is_cancelled(self, record: BatchRecord) -> bool:
+        """Whether its tenant gave it up."""
+        return await self.store.find(file_keys.batch_cancel(record.tenant, record.id)) is not None
+
+    async def input_record(self, record: BatchRecord) -> FileRecord:
+        """What is recorded of its input. Raises InvalidRequest where that is gone."""
+        found = await self._read(file_keys.file_record(record.tenant, record.input_file_id), FileRecord)
+        if found is None:
+            raise _input_gone()
+        return found
+
+    async def lines(self, record: BatchRecord) -> AsyncGenerator[InputLine, None]:
+        """Its input, which was checked as it was uploaded. Raises InvalidRequest where that is gone, or is not what it was."""
+        key, start, number = file_keys.file_content(record.tenant, record.input_file_id), 0, 0
+        splitter = LineSplitter(self._line_bytes_max)
+        while content := await self._input(key, start):
+            start += len(content)
+            for raw in splitter.feed(content):
+                number += 1
+                yield read_line(raw, number)
+        for raw in splitter.finish():
+            number += 1
+            yield read_line(raw, number)
+
+    async def _input(self, key: str, start: Bytes) -> bytes:
+        content = await self.store.read(key, start, _READ_BYTES)
+        if content is None:
+            raise _input_gone()
+        return content
+
+    async def _read(self, key: str, kind: type[Record]) -> Record | None:
+        content = await self.store.read(key)
+        try:
+            return msgspec.json.decode(content, type=kind) if content is not None else None
+        except msgspec.DecodeError:
+            raise errors.FileStoreUnavailable("What is recorded of a batch is damaged.") from None
+
+    # ── what is written ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def show(self, record: BatchRecord, progress: BatchProgress) -> None:
+        """How far it is."""
+        await self.store.replace(file_keys.batch_progress(record.tenant, record.id), msgspec.json.encode(progress))
+
+    async def write_results(self, record: BatchRecord, log: LineLog, why: str | None) -> Results:
+        """Every line once, in the order in which they were told. why: the code of those that were not run, if there are any."""
+        output, error = (_ResultFile(self.store, record, is_error=is_error) for is_error in (False, True))
+        lines = Lines()
+        try:
+            async with aclosing(log.entries()) as entries:
+                async for entry in entries:
+                    if isinstance(entry, Told) and lines.add(entry):
+                        await (error if entry.is_error else output).write(entry.text)
+            if why is not None:
+                async with aclosing(self.lines(record)) as inputs:
+                    async for line in inputs:
+                        if line.number not in lines.told:
+                            lines.failed += 1
+                            lines.told.add(line.number)
+                            await error.write(error_line(record.id, line.number, line.custom_id, why, _WHY[why]))
+            assert len(lines.told) == record.lines, "every line is told before a batch completes"
+            kept_ms = 1_000 * record.output_expires_s if record.output_expires_s is not None else self._kept_ms
+            now_ms, counts = self._clock.wall_ms(), BatchCounts(record.lines, lines.completed, lines.failed)
+            return Results(await output.finish(now_ms, kept_ms), await error.finish(now_ms, kept_ms), counts)
+        finally:
+            await output.abort()
+            await error.abort()
+
+    async def end(self, record: BatchRecord, status: BatchStatus, progress: BatchProgress, results: Results) -> None:
+        """Let it have ended so, unless it has ended already."""
+        cancel = await self._read(file_keys.batch_cancel(record.tenant, record.id), CancelMark)
+        end = BatchEnd(
+            status=status,
+            ended_ms=self._clock.wall_ms(),
+            counts=results.counts,
+            in_progress_ms=progress.in_progress_ms,
+            finalizing_ms=progress.finalizing_ms,
+            cancelling_ms=cancel.at_ms if cancel is not None else None,
+            output=results.output,
+            error=results.error,
+        )
+        await self._end(record, end)
+
+    async def fail(self, record: BatchRecord, fault: BatchFault) -> None:
+        """Let it have failed: nothing of it can be run."""
+        counts = BatchCounts(record.lines)
+        await self._end(record, BatchEnd(BatchStatus.FAILED, self._clock.wall_ms(), counts, faults=(fault,)))
+
+    async def _end(self, record: BatchRecord, end: BatchEnd) -> None:
+        await self.store.create(file_keys.batch_end(record.tenant, record.id), msgspec.json.encode(end))
+        await self.store.delete(file_keys.open_batch(record.id))
+
+
+def _input_gone() -> errors.InvalidRequest:
+    return errors.InvalidRequest("The input file is not there any more.", members={"field": "input_file_id"})
+
+
+class _ResultFile:
+    """Begun with its first line. Its id is the batch's own, so that it is written once whoever writes it."""
+
+    def __init__(self, store: FileStore, record: BatchRecord, *, is_error: bool) -> None:
+        self._store = store
+        self._record = record
+        self._kind = "error" if is_error else "output"
+        self._id = f"{FILE_ID_PREFIX}{record.id.removeprefix(BATCH_ID_PREFIX)}{int(is_error)}"
+        self._writer: FileWriter | None = None
+        self._waiting: list[bytes] = []
+        self._waiting_bytes = self._size = self._lines = 0
+
+    async def write(self, line: bytes) -> None:
+        self._waiting.append(line)
+        self._waiting_bytes += len(line)
+        self._lines += 1
+        if self._waiting_bytes >= _WRITE_BYTES:
+            await self._flush()
+
+    async def _flush(self) -> None:
+        if self._writer is None:
+            self._writer = await self._store.begin(file_keys.file_content(self._record.tenant, self._id))
+        await self._writer.write(b"".join(self._waiting))
+        self._size += self._waiting_bytes
+        self._waiting, self._waiting_bytes = [], 0
+
+    async def finish(self, now_ms: Millis, kept_ms: Millis) -> str | None:
+        if not self._lines:
+            return None
+        await self._flush()
+        assert self._writer is not None
+        await self._writer.commit()
+        record = FileRecord(
+            id=self._id,
+            purpose=Purpose.BATCH_OUTPUT,
+            name=f"{self._record.id}_{self._kind}.jsonl",
+            size=self._size,
+            created_ms=now_ms,
+            expires_ms=now_ms + kept_ms,
+            application=self._record.application,
+            endpoint=self._record.endpoint,
+            lines=self._lines,
+        )
+        await self._store.create(file_keys.file_record(self._record.tenant, self._id), msgspec.json.encode(record))
+        return self._id
+
+    async def abort(self) -> None:
+        if self._writer is not None:
+            await self._writer.abort()

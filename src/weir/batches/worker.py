@@ -1,0 +1,130 @@
+"""Runs the batches of a cell: a bounded number at once, of each tenant not too many, and a bounded number of lines in flight.
+
+There is one worker per cell. Should two run for a while, as where one was taken for dead, the ledger lets each line be charged
+once and the store lets each batch end once; engines then repeat some lines.
+"""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+
+import structlog
+
+from weir import errors
+from weir.batches.batch_files import BatchFiles
+from weir.batches.batch_run import BatchRun, LineAnswerFor, RefusedFor, RunParts
+from weir.batches.upkeep import Upkeep
+from weir.core.batches.batch_records import BatchFault, BatchRecord
+from weir.gateway.pipeline import Gateway
+from weir.ports import Clock
+from weir.units import Millis
+
+_log = structlog.get_logger("weir.batches")
+_AGAIN_S = 5.0
+_SWEEP_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBounds:
+    """lines_in_flight: of all batches; batches_at_once: of all tenants, a quarter of them of each."""
+
+    lines_in_flight: int
+    batches_at_once: int
+    poll_ms: Millis
+
+
+class BatchWorker:
+    """name: that no other life of a worker has. gateway: of its own, connected and running."""
+
+    def __init__(
+        self, files: BatchFiles, gateway: Gateway, clock: Clock, name: str, bounds: WorkerBounds, surfaces: "LineSurfaces"
+    ) -> None:
+        self._files = files
+        self._gateway = gateway
+        self._bounds = bounds
+        self._parts = RunParts(files, gateway, clock, name, surfaces.answer_for, surfaces.refused_for, self._lines_at_once)
+        self._upkeep = Upkeep(files.store, clock, gateway.inbox)
+        self._runs: dict[str, tuple[BatchRecord, BatchRun]] = {}
+        self._again: dict[str, float] = {}  # loop times before which a batch that failed is not tried again
+        self._stopping = asyncio.Event()
+
+    def _lines_at_once(self) -> int:
+        return max(1, self._bounds.lines_in_flight // max(1, len(self._runs)))
+
+    async def run(self) -> None:
+        """Run what is open until `stop`, and return once no line runs any more."""
+        async with asyncio.TaskGroup() as tasks:
+            sweeping = tasks.create_task(self._sweep_forever())
+            while not self._stopping.is_set():
+                try:
+                    await self._begin_more(tasks)
+                except errors.FileStoreUnavailable as fault:
+                    _log.warning("batches_not_listed", detail=fault.detail)
+                await self._pause(self._bounds.poll_ms / 1e3)
+            sweeping.cancel()
+
+    def stop(self) -> None:
+        """Begin nothing more. What runs ends by itself, or as its gateway drains."""
+        self._stopping.set()
+        for _, run in self._runs.values():
+            run.stop()
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        except TimeoutError:
+            return
+
+    async def _begin_more(self, tasks: asyncio.TaskGroup) -> None:
+        if not self._gateway.inbox.snapshot.version:
+            return  # nobody is known yet
+        now_s = asyncio.get_running_loop().time()
+        running = Counter(record.tenant for record, _ in self._runs.values())
+        for record in await self._files.open_batches():
+            if self._stopping.is_set() or len(self._runs) >= self._bounds.batches_at_once:
+                return
+            is_waiting = record.id in self._runs or self._again.get(record.id, 0.0) > now_s
+            if is_waiting or running[record.tenant] >= max(1, self._bounds.batches_at_once // 4):
+                continue
+            if record.tenant not in self._gateway.inbox.snapshot.tenants:
+                continue  # another cell's
+            running[record.tenant] += 1
+            run = BatchRun(self._parts, record)
+            self._runs[record.id] = record, run
+            tasks.create_task(self._run(record, run))
+
+    async def _run(self, record: BatchRecord, run: BatchRun) -> None:
+        try:
+            await run.run()
+            self._again.pop(record.id, None)
+        except errors.Forbidden:  # its tenant is disabled, which an administrator may change
+            self._again[record.id] = asyncio.get_running_loop().time() + _AGAIN_S
+        except errors.CallerFault as wrong:
+            await self._fail(record, wrong)
+        except errors.FileStoreUnavailable as fault:
+            _log.warning("batch_interrupted", batch=record.id, tenant=record.tenant, detail=fault.detail)
+            self._again[record.id] = asyncio.get_running_loop().time() + _AGAIN_S
+        finally:
+            self._runs.pop(record.id)
+
+    async def _fail(self, record: BatchRecord, wrong: errors.CallerFault) -> None:
+        try:
+            await self._files.fail(record, BatchFault(wrong.code, wrong.detail, param=wrong.members.get("field")))
+        except errors.FileStoreUnavailable:
+            self._again[record.id] = asyncio.get_running_loop().time() + _AGAIN_S
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            try:
+                await self._upkeep.sweep()
+            except errors.FileStoreUnavailable as fault:
+                _log.warning("files_not_swept", detail=fault.detail)
+
+
+@dataclass(frozen=True, slots=True)
+class LineSurfaces:
+    """How lines are read and answered, by endpoint."""
+
+    answer_for: LineAnswerFor
+    refused_for: RefusedFor

@@ -1,0 +1,287 @@
+"""Batches through deaths, budgets, cancels and their time, on the real coordinator, gateway and ledger in virtual time."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.simulation.batch_world import Batches
+from tests.simulation.stage import run_script
+
+from weir import errors
+from weir.core.batches.batch_records import BatchStatus
+from weir.core.tenancy import Limits, Scope
+from weir.sim.random_source import seeded_random
+from weir.sim.world import SMALL_STEPS, Spec, World
+
+LINES = 40
+IN_FLIGHT = 8
+SPEC = Spec(replicas=2, concurrency=4, coordinator=SMALL_STEPS)
+
+
+def bodies_of(lines: int = LINES, most: int = 24) -> list[dict[str, Any]]:
+    """Lines of native generations, each with a prompt of its own."""
+    return [{"input": f"line {number} asks for something long", "max_output_tokens": most} for number in range(1, lines + 1)]
+
+
+def played(script: Callable[[World, Batches], Awaitable[None]], spec: Spec = SPEC, seed: int = 1) -> World:
+    """Run it with a worker from the start."""
+
+    async def live(world: World) -> None:
+        batches = Batches(world)
+        batches.live()
+        await script(world, batches)
+        last = batches.lives[-1]
+        last.worker.stop()
+        await last.task
+
+    return run_script(live, spec, seed)
+
+
+async def check_whole(batches: Batches, batch: Any, lines: int = LINES) -> None:
+    """Every line is answered once and charged once, and nothing else is left."""
+    output, error = await batches.results(batch)
+    assert error == [] and Counter(line["custom_id"] for line in output) == Counter(f"line-{n}" for n in range(1, lines + 1))
+    assert all(line["response"]["status_code"] == 200 and line["response"]["body"]["output"] for line in output)
+    paid = batches.paid(batch)
+    assert {name: len(ends) for name, ends in paid.items()} == {f"{batch.record.id}:{n}": 1 for n in range(1, lines + 1)}
+    assert sum(line["response"]["body"]["usage"]["cost_microusd"] for line in output) == sum(
+        end.cost_microusd for ends in paid.values() for end in ends
+    )
+    assert await batches.left_over() == []
+
+
+def code_of(line: Any) -> str:
+    """Of an error: of a refusal, or of a generation that failed."""
+    body = line["response"]["body"]
+    code: str = body["code"] if "code" in body else body["error"]["code"]
+    return code
+
+
+def test_a_batch_runs_to_its_end() -> None:
+    """Protects the plain case: every line once, in one file."""
+
+    async def script(world: World, batches: Batches) -> None:
+        batch = await batches.submit(bodies_of())
+        done = await batches.until_done(batch)
+        assert done.status is BatchStatus.COMPLETED and (done.counts.completed, done.counts.failed) == (LINES, 0)
+        await check_whole(batches, batch)
+        assert set(batches.started.values()) == {1}
+
+    played(script)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_deaths_at_any_moment(seed: int) -> None:
+    """Protects results and money: whatever dies whenever, each line is told once and charged once."""
+
+    async def script(world: World, batches: Batches) -> None:
+        chance = seeded_random(seed, "deaths")
+        batch = await batches.submit(bodies_of())
+        deaths = 0
+        while (await batches.view(batch)).end is None and deaths < 6:
+            await asyncio.sleep(chance.uniform(0.0, 2.5))
+            await batches.die(land=chance.random() < 0.5)
+            deaths += 1
+        done = await batches.until_done(batch)
+        assert done.status is BatchStatus.COMPLETED and done.counts.completed == LINES
+        await check_whole(batches, batch)
+        assert sum(batches.started.values()) <= LINES + deaths * IN_FLIGHT
+
+    played(script, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_two_workers_at_once(seed: int) -> None:
+    """Protects the case that a worker was taken for dead: both run all lines, and each is told once and charged once."""
+
+    async def script(world: World, batches: Batches) -> None:
+        batch = await batches.submit(bodies_of())
+        await asyncio.sleep(0.1 * seed)
+        second = batches.live()
+        done = await batches.until_done(batch)
+        assert done.status is BatchStatus.COMPLETED
+        second.worker.stop()
+        batches.lives[0].worker.stop()
+        await asyncio.wait([life.task for life in batches.lives])
+        await check_whole(batches, batch)
+
+    played(script, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_store_that_fails_now_and_then(seed: int) -> None:
+    """Protects lines from a disk or bucket that comes and goes: they wait for it, and are told and charged once."""
+
+    async def script(world: World, batches: Batches) -> None:
+        batch = await batches.submit(bodies_of())
+        chance = seeded_random(seed, "files")
+        batches.store.fault = lambda operation: chance.random() < 0.15
+        await asyncio.sleep(60)
+        batches.store.fault = None
+        done = await batches.until_done(batch)
+        assert done.status is BatchStatus.COMPLETED
+        await check_whole(batches, batch)
+
+    played(script, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_ledger_that_fails_now_and_then(seed: int) -> None:
+    """Protects lines from a database that comes and goes."""
+
+    async def script(world: World, batches: Batches) -> None:
+        batch = await batches.submit(bodies_of())
+        chance = seeded_random(seed, "ledger")
+        for _ in range(4):
+            await asyncio.sleep(chance.uniform(0.1, 1.0))
+            world.weather.failing = True
+            await asyncio.sleep(3)
+            world.weather.clear()
+        done = await batches.until_done(batch)
+        assert done.status is BatchStatus.COMPLETED
+        await check_whole(batches, batch)
+
+    played(script, seed=seed)
+
+
+def test_narrow_limits_are_waited_for() -> None:
+    """Protects lines from refusals that waiting cures: of rate, tokens and concurrency none becomes an error."""
+    limits = Limits(requests_per_minute=30, tokens_per_minute=2_000, concurrency=2)
+
+    async def script(world: World, batches: Batches) -> None:
+        batch = await batches.submit(bodies_of())
+        done = await batches.until_done(batch)
+        assert done.status is BatchStatus.COMPLETED
+        await check_whole(batches, batch)
+
+    played(script, replace(SPEC, limits={Scope("tenant-0"): limits}))
+
+
+def test_a_day_s_budget_pauses_it_until_tomorrow() -> None:
+    """Protects budgets: it waits with its reason and the time, and goes on by itself, as often as that takes."""
+    lines = 12
+
+    async def script(world: World, batches: Batches) -> None:
+        batch = await batches.submit(bodies_of(lines), "168h")
+        await world.until(lambda: bool(batches.paid(batch)))
+        world.change(limits={Scope("tenant-0"): Limits(tokens_per_day=300)})
+        pauses = 0
+        while (view := await batches.view(batch)).end is None and pauses < 4:
+            if view.progress is not None and view.progress.paused_reason is not None:
+                assert view.progress.paused_reason == "budget_exhausted" and view.progress.resumes_ms is not None
+                assert 0 < view.counts.completed < lines and view.counts.failed == 0
+                world.step_wall(view.progress.resumes_ms - world.clock.wall_ms() + 1)
+                pauses += 1
+                await asyncio.sleep(40)  # it asks again every half a minute, should somebody raise the budget
+            await asyncio.sleep(1)
+        done = await batches.until_done(batch)
+        assert done.status is BatchStatus.COMPLETED and pauses >= 1
+        await check_whole(batches, batch, lines)
+
+    played(script)
+
+
+def test_a_budget_without_a_reset_ends_it_at_its_time() -> None:
+    """Protects what is done: a batch whose money is used up expires with it, and the rest is named in its errors."""
+    lines = 12
+
+    async def script(world: World, batches: Batches) -> None:
+        batch = await batches.submit(bodies_of(lines), "10m")
+        await world.until(lambda: bool(batches.paid(batch)))
+        world.change(limits={Scope("tenant-0"): Limits(tokens_lifetime=200)})
+        done = await batches.until_done(batch)
+        assert done.status is BatchStatus.EXPIRED and 0 < done.counts.completed < lines
+        output, error = await batches.results(batch)
+        assert len(output) == done.counts.completed and len(error) == done.counts.failed == lines - len(output)
+        assert {line["error"]["code"] for line in error} == {"batch_expired"}
+        assert len({line["custom_id"] for line in (*output, *error)}) == lines
+        assert len(batches.paid(batch)) == len(output)
+
+    played(script)
+
+
+def test_more_than_a_limit_allows_in_all_is_refused() -> None:
+    """Protects budgets at creation, and at the start where the gateway that took it knows no limits."""
+
+    async def script(world: World, batches: Batches) -> None:
+        with pytest.raises(errors.ExceedsLimitCapacity):
+            await batches.submit(bodies_of())
+        whole = world.snapshot
+        world.snapshot = replace(whole, limits={})
+        batch = await batches.submit(bodies_of())
+        world.snapshot = whole
+        done = await batches.until_done(batch)
+        assert done.status is BatchStatus.FAILED and done.end is not None
+        assert [fault.code for fault in done.end.faults] == ["exceeds_limit_capacity"]
+        assert await batches.left_over() == [] and not batches.paid(batch)
+
+    played(script, replace(SPEC, limits={Scope("tenant-0"): Limits(tokens_per_day=500)}))
+
+
+def test_a_cancel_keeps_what_is_done() -> None:
+    """Protects a tenant that gives up: lines that run are waited for, none begins, the rest is named in the errors."""
+
+    async def script(world: World, batches: Batches) -> None:
+        batch = await batches.submit(bodies_of())
+        await batches.until_done(batch, lines=5)
+        view = await batches.desk.cancel(batches.principal(), batch.record.id)
+        assert view.status is BatchStatus.CANCELLING
+        done = await batches.until_done(batch)
+        assert done.status is BatchStatus.CANCELLED and 5 <= done.counts.completed < LINES
+        output, error = await batches.results(batch)
+        assert len(output) == done.counts.completed == len(batches.paid(batch))
+        assert {line["error"]["code"] for line in error} == {"batch_cancelled"} and len(output) + len(error) == LINES
+
+    played(script)
+
+
+def test_wrong_lines_are_errors_and_the_others_go_on() -> None:
+    """Protects a batch from a few of its lines: what can never work is told once, in its surface's shape, and costs nothing."""
+    wrong = [
+        {"input": "a wrong field", "temperature": 9},
+        {"input": "a stream", "stream": True},
+        {"input": "too much", "max_output_tokens": 100_000},
+    ]
+
+    async def script(world: World, batches: Batches) -> None:
+        right = bodies_of(6)
+        batch = await batches.submit([*right[:3], *wrong, *right[3:]])
+        done = await batches.until_done(batch)
+        assert done.status is BatchStatus.COMPLETED and (done.counts.completed, done.counts.failed) == (6, 3)
+        _, error = await batches.results(batch)
+        codes = [(line["custom_id"], line["response"]["status_code"], code_of(line)) for line in error]
+        assert sorted(codes) == [
+            ("line-4", 400, "invalid_request"),
+            ("line-5", 400, "invalid_request"),
+            ("line-6", 400, "invalid_request"),
+        ]
+        assert len(batches.paid(batch)) == 6
+
+    played(script)
+
+
+def test_a_disabled_tenant_is_waited_for_and_a_revoked_key_is_not() -> None:
+    """Protects both: what an administrator may undo pauses the batch, what is for good ends its lines."""
+
+    async def script(world: World, batches: Batches) -> None:
+        first, second = await batches.submit(bodies_of()), await batches.submit(bodies_of(LINES, 25), tenant=1)
+        await batches.until_done(first, lines=3)
+        await batches.until_done(second, lines=3)
+        tenants = {**world.snapshot.tenants, "tenant-0": replace(world.snapshot.tenants["tenant-0"], disabled=True)}
+        keys = {name: replace(key, revoked=key.tenant == "tenant-1") for name, key in world.snapshot.keys.items()}
+        world.change(tenants=tenants, keys=keys)
+        ended = await batches.until_done(second)
+        assert ended.status is BatchStatus.COMPLETED and 3 <= ended.counts.completed < LINES
+        _, error = await batches.results(second)
+        assert {code_of(line) for line in error} == {"revoked"}
+        await asyncio.sleep(5)
+        waiting = await batches.view(first)
+        assert waiting.progress is not None and waiting.progress.paused_reason == "forbidden" and waiting.counts.failed == 0
+        world.change(tenants={**tenants, "tenant-0": replace(tenants["tenant-0"], disabled=False)})
+        assert (await batches.until_done(first)).status is BatchStatus.COMPLETED
+        await check_whole(batches, first)
+
+    played(script)
