@@ -9,8 +9,9 @@ import inspect
 import json
 import re
 import secrets
+import select
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,18 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import typer
 
+from weir.cli.tables import plain
+
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 """A usage report of as many groups as are allowed fits; more is a mistake."""
+
+PIECE_BYTES = 256 * 1024
+"""What is held of a file at a time, either way."""
 
 DEFAULT_WAIT_S = 30.0
 """An administrative write answers within seconds; half a minute covers a loaded machine."""
 
+_REFUSED = "The request was refused."
 _PRINTABLE = re.compile(r"[!-~]+")
 _HOST_CHARS_MAX = 253
 _LABEL_CHARS_MAX = 63
@@ -35,6 +42,23 @@ C = TypeVar("C")
 
 class CommandFailed(Exception):
     """The command cannot go on; its text is one sentence for the person at the terminal."""
+
+
+class Refused(CommandFailed):
+    """The other side answered, and the answer is no. status: of HTTP."""
+
+    def __init__(self, sentence: str, status: int) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A request's body that is sent as it is read. size: of all pieces together, in bytes."""
+
+    pieces: Iterable[bytes]
+    size: int
+    content_type: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +80,7 @@ class Connection:
             raise CommandFailed("The address is not one: it is of the form http://HOST:PORT.")
 
     def call(self, method: str, path: str, body: Any = None, query: dict[str, str | None] | None = None) -> Any:
-        """One request; the parsed JSON of a 2xx answer. Raises CommandFailed."""
+        """One request; the parsed JSON of a 2xx answer. Raises CommandFailed, and of it Refused where that is the answer."""
         with self.exchange(method, _with_query(path, query), body) as answer:
             return _parsed(answer)
 
@@ -65,24 +89,63 @@ class Connection:
         with self.exchange("GET", _with_query(path, query)) as answer:
             return _body(answer) if answer.status < http.client.MULTIPLE_CHOICES else _parsed(answer)
 
+    def pieces(self, path: str) -> Iterator[bytes]:
+        """The same, piece by piece; of any size. Raises CommandFailed, also where the body is cut off."""
+        with self.exchange("GET", path) as answer:
+            if answer.status >= http.client.MULTIPLE_CHOICES:
+                _parsed(answer)
+            while piece := answer.read(PIECE_BYTES):
+                yield piece
+            if answer.length:
+                raise http.client.IncompleteRead(b"", answer.length)
+
     @contextmanager
     def exchange(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
-        """One request and its open answer, closed at the end. Raises CommandFailed when nobody answers."""
+        """One request and its open answer, closed at the end. Raises CommandFailed when nobody answers.
+
+        body: a document for JSON, or a Streamed.
+        """
         parts = urlsplit(self.url)
         assert parts.hostname is not None
         opener = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         headers = {"authorization": f"Bearer {self.key}", "accept": "application/json, text/event-stream"}
-        if body is not None:
-            headers["content-type"] = "application/json"
         link = opener(parts.hostname, parts.port, timeout=self.wait_s)
+        target = parts.path.rstrip("/") + path
         try:
-            link.request(method, parts.path.rstrip("/") + path, None if body is None else json.dumps(body), headers)
+            if isinstance(body, Streamed):
+                _send_streamed(link, method, target, headers, body)
+            else:
+                more = {} if body is None else {"content-type": "application/json"}
+                link.request(method, target, None if body is None else json.dumps(body), headers | more)
             yield link.getresponse()
         except (OSError, http.client.HTTPException) as fault:
             reason = getattr(fault, "strerror", None) or type(fault).__name__
             raise CommandFailed(f"No usable answer from {self.url} ({reason}); is the cell running?") from fault
         finally:
             link.close()
+
+
+def _send_streamed(link: http.client.HTTPConnection, method: str, target: str, headers: dict[str, str], body: Streamed) -> None:
+    """Sends until an answer begins: who refuses a body need not read it to its end."""
+    more = {"content-type": body.content_type, "content-length": str(body.size)}
+    try:
+        link.request(method, target, _until_answered(link, body.pieces), headers | more)
+    except TimeoutError:
+        raise
+    except OSError:
+        if link.sock is None:  # nobody was there
+            raise
+
+
+def _until_answered(link: http.client.HTTPConnection, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Of what is encrypted it cannot be seen whether it is an answer; there the end of the link tells."""
+    answers = None if isinstance(link, http.client.HTTPSConnection) else select.poll()
+    if answers is not None:
+        answers.register(link.sock, select.POLLIN)
+    for piece in pieces:
+        if answers is not None and answers.poll(0):
+            return
+        yield piece
 
 
 def _is_address(url: str) -> bool:
@@ -120,15 +183,17 @@ def _parsed(answer: http.client.HTTPResponse) -> Any:
         raise CommandFailed(f"The answer is not JSON (status {answer.status}).") from unreadable
     if answer.status < http.client.MULTIPLE_CHOICES:
         return document
-    raise CommandFailed(refusal_sentence(document, answer.status))
+    raise Refused(refusal_sentence(document, answer.status), answer.status)
 
 
 def refusal_sentence(document: Any, status: int) -> str:
-    """A problem document as one sentence with its code, its field and what is accepted."""
+    """A problem document, or OpenAI's error, as one sentence with its code, its field, its line and what is accepted."""
+    if isinstance(document, dict) and isinstance(document.get("error"), dict):
+        document = {"detail": document["error"].get("message", _REFUSED)} | document["error"]
     if not isinstance(document, dict) or "code" not in document:
         return f"The request was refused (status {status})."
-    sentence = str(document.get("detail", "The request was refused."))
-    named = [f"{name}: {document[name]}" for name in ("field", "accepted") if name in document]
+    sentence = str(document.get("detail", _REFUSED))
+    named = [f"{name}: {document[name]}" for name in ("field", "line", "accepted") if name in document]
     return f"{sentence} ({'; '.join([str(document['code']), *named])})"
 
 
@@ -171,7 +236,7 @@ def connected(connect: Callable[..., C]) -> Callable[[Callable[Concatenate[C, P]
                 connection = connect(**{option.name: given.pop(option.name) for option in connecting})
                 command(connection, **given)  # type: ignore[call-arg]
             except CommandFailed as failed:
-                print(f"error: {failed}", file=sys.stderr)
+                print(f"error: {plain(str(failed))}", file=sys.stderr)
                 raise typer.Exit(1) from None
 
         parameters = [entry.replace(kind=inspect.Parameter.KEYWORD_ONLY) for entry in (*own, *connecting)]

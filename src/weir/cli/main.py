@@ -29,6 +29,7 @@ ENTRIES = {
     "coordinator": Entry("weir.cli.run_coordinator", "coordinator", "Run the coordinator of a cell alone."),
     "control": Entry("weir.cli.run_control", "control", "Run the control of a cell alone: engines, catalog, management."),
     "generate": Entry("weir.cli.generate", "generate", "Ask a model and stream its answer to the terminal."),
+    "batch": Entry("weir.cli.batch_acts", "commands", "Run the requests of a file in their own time."),
     "tenant": Entry("weir.cli.tenant", "commands", "Create, show, change and end tenants."),
     "app": Entry("weir.cli.application", "commands", "Create and list a tenant's applications."),
     "key": Entry("weir.cli.key", "commands", "Create, list and revoke API keys."),

@@ -19,6 +19,7 @@ from weir.cli.admin_client import admin_connection
 from weir.cli.http_api import CommandFailed, Connection, connected, segment
 from weir.cli.rollout_frame import frame
 from weir.cli.rollout_words import Document
+from weir.cli.tables import plain
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -102,7 +103,7 @@ class Lines:
             self._key = key
         self._fault = fault
         for line in lines:
-            self._write(f"{words.plain(line)}\n")
+            self._write(f"{plain(line)}\n")
         sys.stdout.flush()
 
     def _new_events(self, rollout: Document) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from weir.cli.tables import thousands
+from weir.cli.tables import plain, thousands
 
 Document = Mapping[str, Any]
 
@@ -115,8 +115,3 @@ def duration(milliseconds: int) -> str:
 def clock_time(rfc3339: str) -> str:
     """The time of day, in UTC as it came."""
     return f"{rfc3339[11:19]}Z"
-
-
-def plain(text: str) -> str:
-    """On one line, and without what a terminal would obey."""
-    return "".join(character if character.isprintable() else " " for character in text)

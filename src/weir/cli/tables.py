@@ -14,8 +14,9 @@ WIDTH_MAX = 10_000
 
 
 def print_json(document: Any) -> None:
-    """A document as indented JSON."""
-    print(json.dumps(document, indent=2, ensure_ascii=False))
+    """A document as indented JSON; what a terminal would obey is escaped."""
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    print("".join(each if each.isprintable() or each == "\n" else json.dumps(each)[1:-1] for each in text))
 
 
 def print_table(
@@ -33,6 +34,11 @@ def print_table(
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     Console(width=WIDTH_MAX).print(table)
+
+
+def plain(text: str) -> str:
+    """On one line, and without what a terminal would obey."""
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def thousands(amount: int) -> str:
