@@ -26,7 +26,7 @@ def openai_of(cell: RunningCell, key: str) -> AsyncOpenAI:
     return AsyncOpenAI(api_key=key, base_url=f"{cell.api}/v1", max_retries=0, timeout=30)
 
 
-def script_of(number: int, tokens: int = 3, gap_ms: int = 1) -> Script:
+def script_of(number: int, tokens: int = 3, gap_ms: int = 60) -> Script:
     """What a line's generation does: its words name the line."""
     return Script(tokens=tokens, gap_ms=gap_ms, word=f" w{number}")
 
@@ -79,6 +79,13 @@ async def until_done(client: AsyncOpenAI, batch_id: str, lines: int = 0) -> Batc
     await wait_until(is_done, f"{batch_id} done", RUN_S)
     assert found is not None
     return found
+
+
+async def until_half(client: AsyncOpenAI, batch_id: str, lines: int) -> None:
+    """A third of its lines is done, and not all of them."""
+    found = await until_done(client, batch_id, lines // 3)
+    counts = found.request_counts
+    assert found.status == "in_progress" and counts is not None and counts.completed < lines - 20
 
 
 async def results_of(client: AsyncOpenAI, batch: Batch) -> Results:

@@ -63,19 +63,20 @@ class Part:
 class Parts:
     """folder: of sockets, settings, states and logs. valid_ms: how long a snapshot may be worked by. parts: ever started.
 
-    link: settings of links.
+    link: settings of links; more: of other sections.
     """
 
     folder: Path
     url: str
     valid_ms: int = 60_000
     link: str = LINK
+    more: str = ""
     parts: list[Part] = field(default_factory=list)
 
     def start(self, name: str, *arguments: str, config: str = "") -> Part:
         """A command of `weir` with the settings that all share."""
         settings = self.folder / f"{name}.toml"
-        settings.write_text(f"[link]\nsnapshot_valid_ms = {self.valid_ms}\n{self.link}{config}")
+        settings.write_text(f"[link]\nsnapshot_valid_ms = {self.valid_ms}\n{self.link}{config}{self.more}")
         command = [sys.executable, "-m", "weir.cli.main", *arguments, "--config", str(settings)]
         log, output = self.folder / f"{name}.log", self.folder / f"{name}.out"
         with log.open("ab") as errors, output.open("wb") as said:

@@ -5,7 +5,17 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.e2e.batch_stage import check_answers, input_of, line_of, openai_of, results_of, script_of, submitted, until_done
+from tests.e2e.batch_stage import (
+    check_answers,
+    input_of,
+    line_of,
+    openai_of,
+    results_of,
+    script_of,
+    submitted,
+    until_done,
+    until_half,
+)
 from tests.e2e.ending_stage import Stage
 from tests.e2e.money_stage import CELLS, new_books, new_caller
 from tests.e2e.running_cell import kill_if_running
@@ -34,7 +44,7 @@ async def test_the_cell_is_killed_in_the_middle(kind: str, tmp_path: Path) -> No
             caller = await new_caller(Stage(cell))
             async with openai_of(cell, caller.secret) as client:
                 batch = await submitted(client, content)
-                await until_done(client, batch.id, LINES // 2)
+                await until_half(client, batch.id, LINES)
             cell.process.send_signal(signal.SIGKILL)
             cell.process.wait(10)
         finally:

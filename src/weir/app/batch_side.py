@@ -24,8 +24,8 @@ from weir.gateway.pipeline import Gateway
 from weir.gateway.planning import Planner
 from weir.kept_files import FileStore
 from weir.link.frames import Terms
-from weir.messages import Register
-from weir.ports import Clock, Entropy
+from weir.messages import Register, Up
+from weir.ports import Clock, CoordinatorLink, Entropy
 from weir.storage.file_directory import FileDirectory
 from weir.units import Millis
 
@@ -69,21 +69,36 @@ def open_desk(config: BatchConfig, clock: Clock, entropy: Entropy) -> BatchDesk 
     return BatchDesk(store, clock, entropy, bounds, read_request)
 
 
+class _Line:
+    """The coordinator, until it is no longer spoken to."""
+
+    def __init__(self, link: CoordinatorLink) -> None:
+        self._link = link
+        self.is_cut = False
+
+    def send(self, message: Up) -> None:
+        """As the port says."""
+        if not self.is_cut:
+            self._link.send(message)
+
+
 class BatchSide:
-    """The worker of a cell. terms: what gateways are told. engines: the cell's."""
+    """The worker of a cell, beside the coordinator that leads. terms: what gateways are told. engines: the cell's.
+
+    The configuration must name a place for files.
+    """
 
     def __init__(self, parts: ProcessParts, coordinator: Coordinator, engines: EngineClients, terms: Terms) -> None:
         config = parts.config.batches
         store = open_files(config)
-        assert store is not None, "a cell has a place of its own for files"
+        assert store is not None
         self._store = store
-        self._grace_ms = parts.config.coordinator.drain_grace_ms
-        inbox = Inbox(parts.clock)
+        inbox = self._inbox = Inbox(parts.clock)
         planner = Planner(inbox, engines.of, terms.digest_key, terms.salt_key)
         self._gateway = Gateway(parts.clock, parts.entropy, parts.config.gateway, inbox, planner, parts.telemetry)
         name = parts.new_name("batch")
-        link = coordinator.connect(Register(name), inbox)
-        self._gateway.connect(link, engines.of, terms.step_tokens, terms.store_wait_ms)
+        self._line = _Line(coordinator.connect(Register(name), inbox))
+        self._gateway.connect(self._line, engines.of, terms.step_tokens, terms.store_wait_ms)
         files = BatchFiles(store, parts.clock, config.line_bytes_max, config.file_days * _DAY_MS)
         bounds = WorkerBounds(config.lines_in_flight, config.batches_at_once, config.poll_ms)
         self._worker = BatchWorker(files, self._gateway, parts.clock, name, bounds, line_surfaces(parts.clock))
@@ -99,7 +114,12 @@ class BatchSide:
         self._worker.stop()
 
     async def finish(self) -> None:
-        """Once the coordinator has drained: nothing of it runs any more."""
+        """The coordinator has drained, or leaves what runs to the next one, which ends the lines of this worker by rule.
+
+        What still runs here is dropped without a word: a word would be an end, and be charged for.
+        """
+        self._line.is_cut = True
+        self._inbox.lose()
         if self._working is not None:
             await self._working
         self._gateway.close()

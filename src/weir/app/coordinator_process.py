@@ -1,4 +1,5 @@
-"""The coordinator in a process of its own: it decides and books, for gateways and for control on links. It keeps no engines.
+"""The coordinator in a process of its own: it decides and books, for gateways and for control on links, and runs batches where
+files have a shared place. It keeps no engines.
 
 What is approved it reads once, so that it can recover; from then on control says what is in force and for how long. It serves
 metrics and nothing else. When it is asked to stop it leaves what runs to a coordinator that stands by, or finishes it within
@@ -15,8 +16,10 @@ import msgspec
 import structlog
 
 from weir import errors
+from weir.app.batch_side import BatchSide
 from weir.app.cell_over_link import answer_of
 from weir.app.coordinator_side import CoordinatorSide
+from weir.app.engine_clients import EngineClients
 from weir.app.process_parts import ProcessParts, Watchdog
 from weir.app.runtime import settle_garbage_collector, unless_stopped
 from weir.app.servers import MetricsServer, raise_open_files
@@ -125,13 +128,29 @@ class CoordinatorProcess:
         async with asyncio.TaskGroup() as tasks:
             upkeep = [*coordinating.start(tasks), tasks.create_task(self._watchdog.run()), tasks.create_task(desk.run())]
             serving = tasks.create_task(self._serve(end, tell_ready))
+            engines = EngineClients(parts.config.engine)
+            batches = self._begin_batches(tasks, coordinator, engines)
             await stop.wait()
+            if batches is not None:
+                batches.stop()
             await coordinating.finish()
+            if batches is not None:
+                await batches.finish()
+            await engines.aclose()
             self._is_stopping = True
             for task in (serving, *upkeep):
                 task.cancel()
             await asyncio.wait([serving])
             coordinator.close()
+
+    def _begin_batches(self, tasks: asyncio.TaskGroup, coordinator: Coordinator, engines: EngineClients) -> BatchSide | None:
+        """Run batches where files have a place that gateways share; a state directory is this process's alone."""
+        config = self._parts.config.batches
+        if config.directory is None and config.bucket is None:
+            return None
+        batches = BatchSide(self._parts, coordinator, engines, self._coordinating.terms)
+        batches.start(tasks)
+        return batches
 
     def _compose_desk(self, coordinator: Coordinator, end: CoordinatorEnd, snapshot: Snapshot) -> ControlDesk:
         """Where control comes in; the pools on record are known before it does, so that requests are told to wait for it."""
