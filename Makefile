@@ -193,11 +193,15 @@ soak: postgres proxies setup models signing-tool node-sdks ## Full sizes: ROUNDS
 .PHONY: bench
 bench: $(if $(ARGS),,postgres) setup bench-programs ## CPU per request and chunk beside nginx; ARGS="--only weir,chunks" or "--profile"
 	@PATH="$$PATH:/usr/sbin" $(BIN)/python -m benchmarks.gateway $(ARGS)
-	$(if $(ARGS),,@$(MAKE) bench-surfaces bench-ledger bench-coordinator bench-decisions bench-scheduling)
+	$(if $(ARGS),,@$(MAKE) bench-surfaces bench-batches bench-ledger bench-coordinator bench-decisions bench-scheduling)
 
 .PHONY: bench-surfaces
 bench-surfaces: setup bench-programs ## CPU per request and chunk of each surface, beside the native one
 	@PATH="$$PATH:/usr/sbin" $(BIN)/python -m benchmarks.surfaces
+
+.PHONY: bench-batches
+bench-batches: setup bench-programs ## CPU per line of a batch, beside an interactive request; lines a second
+	@PATH="$$PATH:/usr/sbin" $(BIN)/python -m benchmarks.batches
 
 .PHONY: bench-ledger
 bench-ledger: postgres setup bench-programs ## Lifecycles a second and CPU of both ledgers, and what they add to the first token
