@@ -21,6 +21,8 @@ a scrape.
     weir_retries_total{revision}                                              failed attempts that were queued again
     weir_retained_streams_total                                               streams that were begun to be kept
     weir_retained_streams_cut_total{reason}                                   store, bytes, end: kept no further
+    weir_batch_lines_total{outcome}                                           completed, failed: lines of batches that were told
+    weir_batches_ended_total{status}                                          completed, failed, expired, cancelled
     weir_rollout_decisions_total{decision, reason}                            what control decided about rollouts by itself
     weir_snapshot_version, weir_snapshot_valid_seconds                        what is in force, and for how long at most
     weir_gateway_requests_in_flight, weir_gateway_linked                      of a gateway in a process of its own
@@ -114,6 +116,8 @@ class Telemetry:
         self.retries = self._counter("weir_retries", "Failed attempts that were queued again.", ("revision",))
         self.streams_begun = self._counter("weir_retained_streams", "Streams that were begun to be kept.", ())
         self.streams_cut = self._counter("weir_retained_streams_cut", "Streams kept no further.", ("reason",))
+        self.batch_lines = self._counter("weir_batch_lines", "Lines of batches that were told.", ("outcome",))
+        self.batches_ended = self._counter("weir_batches_ended", "Batches that ended.", ("status",))
         self.rollout_decisions = self._counter(
             "weir_rollout_decisions", "Decisions of control about rollouts.", ("decision", "reason")
         )

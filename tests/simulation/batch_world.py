@@ -19,7 +19,7 @@ from weir.api.line_surfaces import line_surfaces
 from weir.batches import file_keys
 from weir.batches.batch_files import BatchFiles
 from weir.batches.desk import BatchDesk, BatchOrder, DeskBounds
-from weir.batches.worker import BatchWorker, WorkerBounds
+from weir.batches.worker import BatchWorker, WorkerBounds, WorkerParts
 from weir.core.batches.batch_records import ENDED, FILE_ID_PREFIX, BatchEnd, FileRecord, Purpose, new_id
 from weir.core.batches.batch_view import BatchView
 from weir.core.batches.demand_sum import DemandSum
@@ -118,9 +118,9 @@ class Batches:
         """A worker begins in the cell that runs."""
         world, reach = self.world, Reach(self.store)
         files = BatchFiles(reach, world.clock, LINE_BYTES, KEPT_MS)
-        worker = BatchWorker(
-            files, world.cell.gateway, world.clock, f"worker-{len(self.lives)}", self.bounds, line_surfaces(world.clock)
-        )
+        surfaces = line_surfaces(world.clock)
+        parts = WorkerParts(files, world.cell.gateway, world.clock, f"worker-{len(self.lives)}", surfaces, world.cell.telemetry)
+        worker = BatchWorker(parts, self.bounds)
         inner = world.cell.engine.on_start
 
         def count(call: EngineCall) -> None:

@@ -15,7 +15,7 @@ from weir.app.engine_clients import EngineClients
 from weir.app.process_parts import ProcessParts
 from weir.batches.batch_files import BatchFiles
 from weir.batches.desk import BatchDesk, DeskBounds
-from weir.batches.worker import BatchWorker, WorkerBounds
+from weir.batches.worker import BatchWorker, WorkerBounds, WorkerParts
 from weir.config import BatchConfig
 from weir.coordinator.coordinator import Coordinator
 from weir.core.batches.input_lines import InputBounds
@@ -101,7 +101,8 @@ class BatchSide:
         self._gateway.connect(self._line, engines.of, terms.step_tokens, terms.store_wait_ms)
         files = BatchFiles(store, parts.clock, config.line_bytes_max, config.file_days * _DAY_MS)
         bounds = WorkerBounds(config.lines_in_flight, config.batches_at_once, config.poll_ms)
-        self._worker = BatchWorker(files, self._gateway, parts.clock, name, bounds, line_surfaces(parts.clock))
+        surfaces = line_surfaces(parts.clock)
+        self._worker = BatchWorker(WorkerParts(files, self._gateway, parts.clock, name, surfaces, parts.telemetry), bounds)
         self._working: asyncio.Task[None] | None = None
 
     def start(self, tasks: asyncio.TaskGroup) -> None:

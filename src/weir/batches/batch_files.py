@@ -154,8 +154,8 @@ class BatchFiles:
             await output.abort()
             await error.abort()
 
-    async def end(self, record: BatchRecord, status: BatchStatus, progress: BatchProgress, results: Results) -> None:
-        """Let it have ended so, unless it has ended already."""
+    async def end(self, record: BatchRecord, status: BatchStatus, progress: BatchProgress, results: Results) -> bool:
+        """Let it have ended so; False where it has ended already."""
         cancel = await self._read(file_keys.batch_cancel(record.tenant, record.id), CancelMark)
         end = BatchEnd(
             status=status,
@@ -167,16 +167,17 @@ class BatchFiles:
             output=results.output,
             error=results.error,
         )
-        await self._end(record, end)
+        return await self._end(record, end)
 
     async def fail(self, record: BatchRecord, fault: BatchFault) -> None:
         """Let it have failed: nothing of it can be run."""
         counts = BatchCounts(record.lines)
         await self._end(record, BatchEnd(BatchStatus.FAILED, self._clock.wall_ms(), counts, faults=(fault,)))
 
-    async def _end(self, record: BatchRecord, end: BatchEnd) -> None:
-        await self.store.create(file_keys.batch_end(record.tenant, record.id), msgspec.json.encode(end))
+    async def _end(self, record: BatchRecord, end: BatchEnd) -> bool:
+        is_first = await self.store.create(file_keys.batch_end(record.tenant, record.id), msgspec.json.encode(end))
         await self.store.delete(file_keys.open_batch(record.id))
+        return is_first
 
 
 def _input_gone() -> errors.InvalidRequest:

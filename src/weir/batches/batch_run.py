@@ -76,6 +76,8 @@ class RunParts:
     answer_for: LineAnswerFor
     refused_for: RefusedFor
     lines_at_once: Callable[[], int]
+    on_told: Callable[[Told], None]
+    on_end: Callable[[BatchStatus], None]
 
 
 class BatchRun:
@@ -295,7 +297,8 @@ class BatchRun:
                     self.stop()  # what was made is kept: it is told by who runs the batch next
                     return
                 await asyncio.sleep(pause_s)
-        self._lines.add(told)
+        if self._lines.add(told):
+            self._parts.on_told(told)
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -363,7 +366,8 @@ class BatchRun:
         await parts.files.show(record, self._progress)
         why = self._closing.value if self._closing is not None else None
         results = await parts.files.write_results(record, self._log, why)
-        await parts.files.end(record, _END_OF[self._closing], self._progress, results)
+        if await parts.files.end(record, _END_OF[self._closing], self._progress, results):
+            parts.on_end(_END_OF[self._closing])
         await self._log.delete()
 
 

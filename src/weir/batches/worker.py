@@ -14,9 +14,10 @@ from weir import errors
 from weir.batches.batch_files import BatchFiles
 from weir.batches.batch_run import BatchRun, LineAnswerFor, RefusedFor, RunParts
 from weir.batches.upkeep import Upkeep
-from weir.core.batches.batch_records import BatchFault, BatchRecord
+from weir.core.batches.batch_records import BatchFault, BatchRecord, BatchStatus
 from weir.gateway.pipeline import Gateway
 from weir.ports import Clock
+from weir.telemetry import Telemetry
 from weir.units import Millis
 
 _log = structlog.get_logger("weir.batches")
@@ -33,20 +34,52 @@ class WorkerBounds:
     poll_ms: Millis
 
 
-class BatchWorker:
+@dataclass(frozen=True, slots=True)
+class LineSurfaces:
+    """How lines are read and answered, by endpoint."""
+
+    answer_for: LineAnswerFor
+    refused_for: RefusedFor
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
     """name: that no other life of a worker has. gateway: of its own, connected and running."""
 
-    def __init__(
-        self, files: BatchFiles, gateway: Gateway, clock: Clock, name: str, bounds: WorkerBounds, surfaces: "LineSurfaces"
-    ) -> None:
-        self._files = files
-        self._gateway = gateway
+    files: BatchFiles
+    gateway: Gateway
+    clock: Clock
+    name: str
+    surfaces: LineSurfaces
+    telemetry: Telemetry
+
+
+class BatchWorker:
+    """One cell's."""
+
+    def __init__(self, parts: WorkerParts, bounds: WorkerBounds) -> None:
+        self._files = parts.files
+        self._gateway = parts.gateway
+        self._telemetry = parts.telemetry
         self._bounds = bounds
-        self._parts = RunParts(files, gateway, clock, name, surfaces.answer_for, surfaces.refused_for, self._lines_at_once)
-        self._upkeep = Upkeep(files.store, clock, gateway.inbox)
+        self._parts = RunParts(
+            files=parts.files,
+            gateway=parts.gateway,
+            clock=parts.clock,
+            worker=parts.name,
+            answer_for=parts.surfaces.answer_for,
+            refused_for=parts.surfaces.refused_for,
+            lines_at_once=self._lines_at_once,
+            on_told=lambda told: parts.telemetry.batch_lines.labels("failed" if told.is_error else "completed").inc(),
+            on_end=self._count_end,
+        )
+        self._upkeep = Upkeep(parts.files.store, parts.clock, parts.gateway.inbox)
         self._runs: dict[str, tuple[BatchRecord, BatchRun]] = {}
         self._again: dict[str, float] = {}  # loop times before which a batch that failed is not tried again
         self._stopping = asyncio.Event()
+
+    def _count_end(self, status: BatchStatus) -> None:
+        self._telemetry.batches_ended.labels(status.value).inc()
 
     def _lines_at_once(self) -> int:
         return max(1, self._bounds.lines_in_flight // max(1, len(self._runs)))
@@ -110,6 +143,7 @@ class BatchWorker:
     async def _fail(self, record: BatchRecord, wrong: errors.CallerFault) -> None:
         try:
             await self._files.fail(record, BatchFault(wrong.code, wrong.detail, param=wrong.members.get("field")))
+            self._count_end(BatchStatus.FAILED)
         except errors.FileStoreUnavailable:
             self._again[record.id] = asyncio.get_running_loop().time() + _AGAIN_S
 
@@ -120,11 +154,3 @@ class BatchWorker:
                 await self._upkeep.sweep()
             except errors.FileStoreUnavailable as fault:
                 _log.warning("files_not_swept", detail=fault.detail)
-
-
-@dataclass(frozen=True, slots=True)
-class LineSurfaces:
-    """How lines are read and answered, by endpoint."""
-
-    answer_for: LineAnswerFor
-    refused_for: RefusedFor
