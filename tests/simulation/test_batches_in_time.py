@@ -111,6 +111,27 @@ def test_two_workers_at_once(seed: int) -> None:
     played(script, seed=seed)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_slower_of_two_workers_leaves_nothing(seed: int) -> None:
+    """Protects results that are there: who still runs a batch that another one ended adds no file, no note, and lives on."""
+
+    async def script(world: World, batches: Batches) -> None:
+        batch = await batches.submit(bodies_of(10))
+        await asyncio.sleep(0.05 * seed)
+        batches.live()
+        done = await batches.until_done(batch)
+        await asyncio.sleep(30)
+        for life in batches.lives:
+            life.worker.stop()
+        await asyncio.gather(*(life.task for life in batches.lives))
+        await check_whole(batches, batch, 10)
+        assert done.end is not None and done.end.output is not None
+        records = [key for key in batches.store_keys(batch.record.tenant) if "/files/" in key and key.endswith(".json")]
+        assert {key.rpartition("/")[2] for key in records} == {f"{batch.record.input_file_id}.json", f"{done.end.output}.json"}
+
+    played(script, seed=seed)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_store_that_fails_now_and_then(seed: int) -> None:
     """Protects lines from a disk or bucket that comes and goes: they wait for it, and are told and charged once."""
@@ -126,6 +147,21 @@ def test_a_store_that_fails_now_and_then(seed: int) -> None:
         await check_whole(batches, batch)
 
     played(script, seed=seed)
+
+
+def test_a_death_behind_its_end_leaves_no_output() -> None:
+    """Protects tenants' outputs: what lines became is deleted whenever a batch has ended, not only by the worker that ended it."""
+
+    async def script(world: World, batches: Batches) -> None:
+        batch = await batches.submit(bodies_of(10))
+        batches.store.fault = lambda operation: operation == "delete"
+        await batches.until_done(batch)
+        await batches.die(land=True)
+        batches.store.fault = None
+        await asyncio.sleep(30)
+        await check_whole(batches, batch, 10)
+
+    played(script)
 
 
 @pytest.mark.parametrize("seed", range(4))

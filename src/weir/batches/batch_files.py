@@ -77,11 +77,16 @@ class BatchFiles:
         return records
 
     async def has_ended(self, record: BatchRecord) -> bool:
-        """Whether it has; its mark goes then."""
-        if await self.store.find(file_keys.batch_end(record.tenant, record.id)) is None:
-            return False
+        """Whether it has, by whichever worker."""
+        return await self.store.find(file_keys.batch_end(record.tenant, record.id)) is not None
+
+    async def clear(self, record: BatchRecord) -> None:
+        """Of one that has ended only what its tenant sees remains. Its mark goes last: until then any worker would do this."""
+        folder = file_keys.groups_folder(record.tenant, record.id)
+        while page := await self.store.files(folder):
+            for group in page:
+                await self.store.delete(group.key)
         await self.store.delete(file_keys.open_batch(record.id))
-        return True
 
     async def progress(self, record: BatchRecord) -> BatchProgress | None:
         """As it was last shown."""
@@ -130,8 +135,11 @@ class BatchFiles:
         """How far it is."""
         await self.store.replace(file_keys.batch_progress(record.tenant, record.id), msgspec.json.encode(progress))
 
-    async def write_results(self, record: BatchRecord, log: LineLog, why: str | None) -> Results:
-        """Every line once, in the order in which they were told. why: the code of those that were not run, if there are any."""
+    async def write_results(self, record: BatchRecord, log: LineLog, why: str | None) -> Results | None:
+        """Every line once, in the order in which they were told; None, and no file, where the batch has ended meanwhile.
+
+        why: the code of those that were not run, if there are any.
+        """
         output, error = (_ResultFile(self.store, record, is_error=is_error) for is_error in (False, True))
         lines = Lines()
         try:
@@ -146,7 +154,11 @@ class BatchFiles:
                             lines.failed += 1
                             lines.told.add(line.number)
                             await error.write(error_line(record.id, line.number, line.custom_id, why, _WHY[why]))
-            assert len(lines.told) == record.lines, "every line is told before a batch completes"
+            # Behind the reading: groups are deleted only after an end, so that without one all of them were read.
+            if await self.has_ended(record):
+                return None
+            if len(lines.told) != record.lines:
+                raise errors.FileStoreUnavailable("A line that was told is not there.")
             kept_ms = 1_000 * record.output_expires_s if record.output_expires_s is not None else self._kept_ms
             now_ms, counts = self._clock.wall_ms(), BatchCounts(record.lines, lines.completed, lines.failed)
             return Results(await output.finish(now_ms, kept_ms), await error.finish(now_ms, kept_ms), counts)
@@ -176,7 +188,7 @@ class BatchFiles:
 
     async def _end(self, record: BatchRecord, end: BatchEnd) -> bool:
         is_first = await self.store.create(file_keys.batch_end(record.tenant, record.id), msgspec.json.encode(end))
-        await self.store.delete(file_keys.open_batch(record.id))
+        await self.clear(record)
         return is_first
 
 
@@ -215,7 +227,9 @@ class _ResultFile:
             return None
         await self._flush()
         assert self._writer is not None
-        await self._writer.commit()
+        if not await self._writer.commit():  # whoever wrote it before may have died before its record
+            there = await self._store.find(file_keys.file_content(self._record.tenant, self._id))
+            self._size = there.size if there is not None else self._size
         record = FileRecord(
             id=self._id,
             purpose=Purpose.BATCH_OUTPUT,

@@ -62,6 +62,7 @@ class Closing(Enum):
 
     CANCELLED = "batch_cancelled"
     EXPIRED = "batch_expired"
+    ENDED = "ended"  # by another worker
     STOPPING = "stopping"
 
 
@@ -103,7 +104,7 @@ class BatchRun:
         self._close(Closing.STOPPING)
 
     def _close(self, why: Closing) -> None:
-        if self._closing is None:
+        if self._closing is None or why is Closing.STOPPING:  # which also what was given up goes on behind
             self._closing = why
         self._closed.set()
         self._going.set()
@@ -116,6 +117,7 @@ class BatchRun:
         """
         files, record = self._parts.files, self._record
         if await files.has_ended(record):
+            await files.clear(record)
             return
         before = await files.progress(record)
         if before is None:
@@ -130,6 +132,7 @@ class BatchRun:
             await self._settle_made()
             await self._run_lines()
             await self._end_running()
+            await self._settle_made()  # what was left may have been charged for all the same
         except errors.WeirError:
             self.stop()
             await self._end_running()
@@ -140,8 +143,10 @@ class BatchRun:
                 task.cancel()
         if self._fault is not None:
             raise self._fault
-        if self._closing is not Closing.STOPPING:
-            await self._finish()
+        if self._closing is Closing.ENDED:
+            await files.clear(record)
+        elif self._closing is not Closing.STOPPING:
+            await self._finish(self._closing)
 
     # ── its lines ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -255,7 +260,7 @@ class BatchRun:
             return
         async with aclosing(self._parts.files.lines(self._record)) as lines:
             async for line in lines:
-                if line.number in self._lines.made and self._closing is not Closing.STOPPING:
+                if line.number in self._lines.made and self._goes_on:
                     request_id = line_request_id(self._record.id, line.number)
                     found = await self._known(request_id)
                     if found is not None and found.status is Status.COMPLETED:
@@ -263,12 +268,17 @@ class BatchRun:
 
     async def _known(self, request_id: str) -> GenerationRecord | None:
         """The ledger's word, however long that takes."""
-        while self._closing is not Closing.STOPPING:
+        while self._goes_on:
             try:
                 return (await self._parts.gateway.inbox.lookup(self._record.tenant, request_id)).record
             except (errors.LedgerUnavailable, errors.CoordinatorLost):
-                await self._wait(1_000)
+                await asyncio.sleep(_LOOK_S)  # also where the batch is closed
         return None
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether there is something to be told, if only of what was made."""
+        return self._closing not in (Closing.STOPPING, Closing.ENDED)
 
     async def _tell_made(self, line: InputLine, record: GenerationRecord) -> bool:
         """Make the answer of an execution that completed from its output; False where that is nowhere."""
@@ -336,6 +346,8 @@ class BatchRun:
             self._close(Closing.EXPIRED)
         elif await self._parts.files.is_cancelled(self._record):
             self._close(Closing.CANCELLED)
+        elif await self._parts.files.has_ended(self._record):
+            self._close(Closing.ENDED)
         waits = not self._going.is_set()
         progress = msgspec.structs.replace(
             self._progress,
@@ -352,7 +364,7 @@ class BatchRun:
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _finish(self) -> None:
+    async def _finish(self, closing: Closing | None) -> None:
         parts, record = self._parts, self._record
         now_ms = parts.clock.wall_ms()
         self._progress = msgspec.structs.replace(
@@ -364,11 +376,11 @@ class BatchRun:
             resumes_ms=None,
         )
         await parts.files.show(record, self._progress)
-        why = self._closing.value if self._closing is not None else None
-        results = await parts.files.write_results(record, self._log, why)
-        if await parts.files.end(record, _END_OF[self._closing], self._progress, results):
-            parts.on_end(_END_OF[self._closing])
-        await self._log.delete()
+        results = await parts.files.write_results(record, self._log, closing.value if closing is not None else None)
+        if results is None:
+            await parts.files.clear(record)
+        elif await parts.files.end(record, _END_OF[closing], self._progress, results):
+            parts.on_end(_END_OF[closing])
 
 
 def _after(refusal: errors.WeirError, refusals: int, now_wall_ms: Millis) -> After:

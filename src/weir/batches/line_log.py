@@ -161,12 +161,6 @@ class LineLog:
         if not await self._store.create(f"{self._folder}/{number:0{_NUMBER_DIGITS}d}.{self._worker}", content):
             raise errors.FileStoreUnavailable("A group of lines is stored already.")
 
-    async def delete(self) -> None:
-        """All of it."""
-        while page := await self._store.files(self._folder, "", _PAGE):
-            for group in page:
-                await self._store.delete(group.key)
-
 
 def _entries_in(content: bytes | None) -> list[Entry]:
     if content is None:  # another worker has ended the batch meanwhile

@@ -75,7 +75,7 @@ class BatchWorker:
         )
         self._upkeep = Upkeep(parts.files.store, parts.clock, parts.gateway.inbox)
         self._runs: dict[str, tuple[BatchRecord, BatchRun]] = {}
-        self._again: dict[str, float] = {}  # loop times before which a batch that failed is not tried again
+        self._again: dict[str, tuple[BatchRecord, float]] = {}  # what was interrupted, and the loop time at which it goes on
         self._stopping = asyncio.Event()
 
     def _count_end(self, status: BatchStatus) -> None:
@@ -113,10 +113,12 @@ class BatchWorker:
             return  # nobody is known yet
         now_s = asyncio.get_running_loop().time()
         running = Counter(record.tenant for record, _ in self._runs.values())
-        for record in await self._files.open_batches():
+        opened = {record.id: record for record in await self._files.open_batches()}
+        interrupted = {name: record for name, (record, _) in self._again.items()}  # also if another worker ended it meanwhile
+        for record in (opened | interrupted).values():
             if self._stopping.is_set() or len(self._runs) >= self._bounds.batches_at_once:
                 return
-            is_waiting = record.id in self._runs or self._again.get(record.id, 0.0) > now_s
+            is_waiting = record.id in self._runs or self._again.get(record.id, (record, 0.0))[1] > now_s
             if is_waiting or running[record.tenant] >= max(1, self._bounds.batches_at_once // 4):
                 continue
             if record.tenant not in self._gateway.inbox.snapshot.tenants:
@@ -131,12 +133,12 @@ class BatchWorker:
             await run.run()
             self._again.pop(record.id, None)
         except errors.Forbidden:  # its tenant is disabled, which an administrator may change
-            self._again[record.id] = asyncio.get_running_loop().time() + _AGAIN_S
+            self._try_again(record)
         except errors.CallerFault as wrong:
             await self._fail(record, wrong)
         except errors.FileStoreUnavailable as fault:
             _log.warning("batch_interrupted", batch=record.id, tenant=record.tenant, detail=fault.detail)
-            self._again[record.id] = asyncio.get_running_loop().time() + _AGAIN_S
+            self._try_again(record)
         finally:
             self._runs.pop(record.id)
 
@@ -144,8 +146,12 @@ class BatchWorker:
         try:
             await self._files.fail(record, BatchFault(wrong.code, wrong.detail, param=wrong.members.get("field")))
             self._count_end(BatchStatus.FAILED)
+            self._again.pop(record.id, None)
         except errors.FileStoreUnavailable:
-            self._again[record.id] = asyncio.get_running_loop().time() + _AGAIN_S
+            self._try_again(record)
+
+    def _try_again(self, record: BatchRecord, after_s: float = _AGAIN_S) -> None:
+        self._again[record.id] = record, asyncio.get_running_loop().time() + after_s
 
     async def _sweep_forever(self) -> None:
         while True:
