@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
+import structlog
 
 from weir import errors
 from weir.batches import file_keys
@@ -25,10 +26,12 @@ from weir.core.batches.batch_records import (
 )
 from weir.core.batches.input_lines import InputLine, LineSplitter, read_line
 from weir.core.batches.result_lines import error_line
-from weir.kept_files import FileStore, FileWriter
+from weir.kept_files import FileStore, FileWriter, StoredFile
 from weir.ports import Clock
 from weir.units import Bytes, Millis
 
+_log = structlog.get_logger("weir.batches")
+_PAGE = 1_000
 _READ_BYTES: Bytes = 1024 * 1024
 _WRITE_BYTES: Bytes = 256 * 1024
 _WHY = {
@@ -54,6 +57,15 @@ class Results:
     counts: BatchCounts
 
 
+async def stored_in(store: FileStore, folder: str) -> AsyncGenerator[StoredFile, None]:
+    """All files of a folder, by key. Raises FileStoreUnavailable."""
+    page = await store.files(folder, "", _PAGE)
+    while page:
+        for each in page:
+            yield each
+        page = await store.files(folder, page[-1].key, _PAGE) if len(page) == _PAGE else ()
+
+
 class BatchFiles:
     """On one store. line_bytes_max: of an input line; kept_ms: for which result files stay. Raises FileStoreUnavailable."""
 
@@ -62,19 +74,36 @@ class BatchFiles:
         self._clock = clock
         self._line_bytes_max = line_bytes_max
         self._kept_ms = kept_ms
+        self._open: dict[str, BatchRecord | None] = {}  # by mark; None for one that cannot be read
 
     # ── what is there ────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def open_batches(self) -> list[BatchRecord]:
-        """Batches that have not ended, the oldest first. A mark without a batch, as of a crash, is left to `forget`."""
-        records = []
-        for mark in await self.store.files(file_keys.OPEN_FOLDER):
-            batch_id = mark.key.rpartition("/")[2]
-            found = await self._read(mark.key, OpenBatch)
-            record = await self._read(file_keys.batch_record(found.tenant, batch_id), BatchRecord) if found else None
-            if record is not None:
-                records.append(record)
-        return records
+        """Batches that have not ended, the oldest first. None changes, so each is read once.
+
+        One that cannot be read stops no other; a mark without a batch, as of a crash, is left to the upkeep.
+        """
+        marks = [mark.key async for mark in stored_in(self.store, file_keys.OPEN_FOLDER)]
+        self._open = {key: self._open[key] for key in marks if key in self._open}
+        for key in marks:
+            if key not in self._open:
+                try:
+                    record = await self._opened(key)
+                except (msgspec.DecodeError, ValueError):  # as of a tenant whose name is none
+                    _log.error("batch_unreadable", mark=key)
+                    self._open[key] = None
+                else:
+                    if record is not None:
+                        self._open[key] = record
+        return [record for key in marks if (record := self._open.get(key)) is not None]
+
+    async def _opened(self, key: str) -> BatchRecord | None:
+        mark = await self.store.read(key)
+        if mark is None:
+            return None
+        tenant = msgspec.json.decode(mark, type=OpenBatch).tenant
+        content = await self.store.read(file_keys.batch_record(tenant, key.rpartition("/")[2]))
+        return None if content is None else msgspec.json.decode(content, type=BatchRecord)
 
     async def has_ended(self, record: BatchRecord) -> bool:
         """Whether it has, by whichever worker."""

@@ -1,14 +1,17 @@
 """Deletes what is over: files and batches whose time has come, what a crash left half, all of tenants that are no more."""
 
 import msgspec
+import structlog
 
 from weir.batches import file_keys
+from weir.batches.batch_files import OpenBatch, stored_in
 from weir.core.batches.batch_records import BatchRecord, FileRecord
 from weir.gateway.inbox import Inbox
-from weir.kept_files import FileStore
+from weir.kept_files import FileStore, StoredFile
 from weir.ports import Clock
 from weir.units import Millis
 
+_log = structlog.get_logger("weir.batches")
 _DAY_MS: Millis = 86_400_000
 BATCH_DAYS = 30
 """For which a batch is shown after its end. Its files have times of their own."""
@@ -29,6 +32,10 @@ class Upkeep:
         if not snapshot.version or self._inbox.fresh_ms == 0 or self._inbox.is_lost:
             return  # who is a tenant is not known
         deleted = set()
+        now_ms = (
+            self._clock.wall_ms()
+        )  # before it is known which files are read: a batch that begins later took none that is over
+        inputs = await self._open_inputs()
         for tenant in await self._store.folders():
             owner = snapshot.tenants.get(tenant)
             if owner is None:
@@ -38,42 +45,62 @@ class Upkeep:
                 if tenant in self._deleted:  # twice in a row: a snapshot may be older for a moment
                     await self._delete_all(tenant)
             else:
-                await self._sweep_files(tenant)
+                await self._sweep_files(tenant, inputs, now_ms)
                 await self._sweep_batches(tenant)
         self._deleted = deleted
 
-    async def _sweep_files(self, tenant: str) -> None:
-        now_ms = self._clock.wall_ms()
-        inputs = await self._open_inputs(tenant)
-        stored = {file.key: file for file in await self._store.files(file_keys.files_folder(tenant))}
+    async def _sweep_files(self, tenant: str, inputs: set[str], now_ms: Millis) -> None:
+        stored = {file.key: file async for file in stored_in(self._store, file_keys.files_folder(tenant))}
         for key, file in stored.items():
             file_id = key.rpartition("/")[2].rpartition(".")[0]
             record_key = file_keys.file_record(tenant, file_id)
             if key == record_key:
-                content = await self._store.read(key)
-                record = msgspec.json.decode(content, type=FileRecord) if content is not None else None
-                is_over = record is not None and record.expires_ms <= now_ms and file_id not in inputs
+                is_over = file_id not in inputs and await self._is_over(file, now_ms)
             else:  # content comes before its record: one that is old and has none was given up
                 is_over = record_key not in stored and file.changed_ms + _DAY_MS <= now_ms
             if is_over:
                 await self._store.delete(record_key)
                 await self._store.delete(file_keys.file_content(tenant, file_id))
 
-    async def _open_inputs(self, tenant: str) -> set[str]:
-        """Input files of batches that have not ended."""
+    async def _is_over(self, file: StoredFile, now_ms: Millis) -> bool:
+        """Whether the time of a file with this record has come; of a record that is damaged, the longest there is."""
+        content = await self._store.read(file.key)
+        try:
+            return content is not None and msgspec.json.decode(content, type=FileRecord).expires_ms <= now_ms
+        except msgspec.DecodeError:
+            _log.error("file_unreadable", key=file.key)
+            return file.changed_ms + BATCH_DAYS * _DAY_MS <= now_ms
+
+    async def _open_inputs(self) -> set[str]:
+        """Input files of batches that have not ended. What cannot be read nobody runs.
+
+        A mark is written just before its batch: one that is old and has none stands for nothing, and goes.
+        """
         inputs = set()
-        for mark in await self._store.files(file_keys.OPEN_FOLDER):
-            batch_id = mark.key.rpartition("/")[2]
-            content = await self._store.read(file_keys.batch_record(tenant, batch_id))
-            if content is not None:
-                inputs.add(msgspec.json.decode(content, type=BatchRecord).input_file_id)
+        async for mark in stored_in(self._store, file_keys.OPEN_FOLDER):
+            try:
+                content = await self._batch_of(mark.key)
+                if content is not None:
+                    inputs.add(msgspec.json.decode(content, type=BatchRecord).input_file_id)
+                elif mark.changed_ms + _DAY_MS <= self._clock.wall_ms():
+                    await self._store.delete(mark.key)
+            except (msgspec.DecodeError, ValueError):  # as of a tenant whose name is none
+                _log.error("batch_unreadable", mark=mark.key)
         return inputs
+
+    async def _batch_of(self, mark: str) -> bytes | None:
+        content = await self._store.read(mark)
+        if content is None:
+            return None
+        tenant = msgspec.json.decode(content, type=OpenBatch).tenant
+        return await self._store.read(file_keys.batch_record(tenant, mark.rpartition("/")[2]))
 
     async def _sweep_batches(self, tenant: str) -> None:
         now_ms = self._clock.wall_ms()
-        for file in await self._store.files(file_keys.batches_folder(tenant)):
+        async for file in stored_in(self._store, file_keys.batches_folder(tenant)):
             batch_id, _, kind = file.key.rpartition("/")[2].rpartition(".")
             if kind == "end" and file.changed_ms + BATCH_DAYS * _DAY_MS <= now_ms:
+                await self._delete_folder(file_keys.groups_folder(tenant, batch_id))
                 for key in (
                     file_keys.batch_record(tenant, batch_id),
                     file_keys.batch_progress(tenant, batch_id),
@@ -83,13 +110,16 @@ class Upkeep:
                     await self._store.delete(key)
 
     async def _delete_all(self, tenant: str) -> None:
-        for mark in await self._store.files(file_keys.OPEN_FOLDER):
+        async for mark in stored_in(self._store, file_keys.OPEN_FOLDER):
             batch_id = mark.key.rpartition("/")[2]
             if await self._store.find(file_keys.batch_record(tenant, batch_id)) is not None:
                 await self._store.delete(mark.key)
-        batches = await self._store.files(file_keys.batches_folder(tenant))
-        names = {file.key.rpartition("/")[2].rpartition(".")[0] for file in batches}
-        folders = [file_keys.groups_folder(tenant, name) for name in names]
-        for folder in (*folders, file_keys.batches_folder(tenant), file_keys.files_folder(tenant)):
-            for file in await self._store.files(folder):
-                await self._store.delete(file.key)
+        batches = [file.key async for file in stored_in(self._store, file_keys.batches_folder(tenant))]
+        for name in {key.rpartition("/")[2].rpartition(".")[0] for key in batches}:
+            await self._delete_folder(file_keys.groups_folder(tenant, name))
+        await self._delete_folder(file_keys.batches_folder(tenant))
+        await self._delete_folder(file_keys.files_folder(tenant))
+
+    async def _delete_folder(self, folder: str) -> None:
+        async for file in stored_in(self._store, folder):
+            await self._store.delete(file.key)
