@@ -6,11 +6,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from tests.simulation.batch_world import Batches
 from tests.simulation.stage import run_script
 
 from weir import errors
+from weir.batches import file_keys
+from weir.batches.line_log import Made
 from weir.core.batches.batch_records import BatchStatus
 from weir.core.tenancy import Limits, Scope
 from weir.sim.random_source import seeded_random
@@ -149,8 +152,30 @@ def test_a_store_that_fails_now_and_then(seed: int) -> None:
     played(script, seed=seed)
 
 
+def test_one_batch_that_cannot_be_read_stops_no_other() -> None:
+    """Protects every tenant from one damaged note, wherever it is: the worker lives on, and runs what it can read."""
+
+    async def script(world: World, batches: Batches) -> None:
+        await batches.store.create(file_keys.open_batch("batch_00000000001"), b"{no")
+        await batches.store.create(file_keys.open_batch("batch_00000000002"), b'{"tenant": "../up"}')
+        broken = await batches.submit(bodies_of(3))
+        made = [Made(1, "gen-1", b"\xc1")]  # of a generation that is charged for
+        group = f"{file_keys.groups_folder(broken.record.tenant, broken.record.id)}/{0:09d}.earlier"
+        await batches.store.create(group, msgspec.msgpack.encode(made)[:-1])
+        batch = await batches.submit(bodies_of(LINES, 25))
+        done = await batches.until_done(batch)
+        assert done.status is BatchStatus.COMPLETED and not batches.lives[-1].task.done()
+        await batches.store.replace(group, msgspec.msgpack.encode(["no entry", 1]))
+        await asyncio.sleep(20)
+        assert not batches.lives[-1].task.done() and (await batches.view(broken)).end is None
+        await batches.store.delete(group)
+        assert (await batches.until_done(broken)).status is BatchStatus.COMPLETED
+
+    played(script)
+
+
 def test_a_death_behind_its_end_leaves_no_output() -> None:
-    """Protects tenants' outputs: what lines became is deleted whenever a batch has ended, not only by the worker that ended it."""
+    """Protects tenants' outputs: what lines became is deleted once a batch has ended, by whichever worker."""
 
     async def script(world: World, batches: Batches) -> None:
         batch = await batches.submit(bodies_of(10))

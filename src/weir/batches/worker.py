@@ -5,8 +5,10 @@ once and the store lets each batch end once; engines then repeat some lines.
 """
 
 import asyncio
+import traceback
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
@@ -22,6 +24,7 @@ from weir.units import Millis
 
 _log = structlog.get_logger("weir.batches")
 _AGAIN_S = 5.0
+_BROKEN_S = 60.0
 _SWEEP_S = 60.0
 
 
@@ -139,6 +142,9 @@ class BatchWorker:
         except errors.FileStoreUnavailable as fault:
             _log.warning("batch_interrupted", batch=record.id, tenant=record.tenant, detail=fault.detail)
             self._try_again(record)
+        except Exception as fault:  # whatever it is: the other batches go on, and what it says may quote a line
+            _log.error("batch_broken", batch=record.id, tenant=record.tenant, fault=_fault_place(fault))
+            self._try_again(record, _BROKEN_S)
         finally:
             self._runs.pop(record.id)
 
@@ -160,3 +166,12 @@ class BatchWorker:
                 await self._upkeep.sweep()
             except errors.FileStoreUnavailable as fault:
                 _log.warning("files_not_swept", detail=fault.detail)
+            except Exception as fault:
+                _log.error("files_not_swept", detail=_fault_place(fault))
+
+
+def _fault_place(fault: BaseException) -> str:
+    """Kind and place of a fault, without what it says."""
+    frames = traceback.extract_tb(fault.__traceback__)
+    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"{type(fault).__name__}{place}"
