@@ -299,6 +299,30 @@ def test_a_cancel_keeps_what_is_done() -> None:
     played(script)
 
 
+def test_a_second_try_at_its_results_writes_the_same() -> None:
+    """Protects lines that were charged for: with one result file written, no clock that steps back begins others."""
+
+    async def script(world: World, batches: Batches) -> None:
+        batch = await batches.submit(bodies_of(LINES, 100), "5s")
+        commits = 0
+
+        def second_commit(operation: str) -> bool:
+            nonlocal commits
+            commits += operation == "commit"
+            return operation == "commit" and commits == 2
+
+        batches.store.fault = second_commit
+        await world.until(lambda: commits == 2)
+        world.step_wall(-60_000)
+        done = await batches.until_done(batch)
+        output, error = await batches.results(batch)
+        assert 0 < len(output) < LINES and len({line["custom_id"] for line in (*output, *error)}) == LINES
+        assert (done.counts.completed, done.counts.failed) == (len(output), len(error))
+        assert len(batches.paid(batch)) == len(output) == LINES - len(error)
+
+    played(script)
+
+
 def test_wrong_lines_are_errors_and_the_others_go_on() -> None:
     """Protects a batch from a few of its lines: what can never work is told once, in its surface's shape, and costs nothing."""
     wrong = [

@@ -25,7 +25,6 @@ from weir.core.batches.batch_records import (
     Purpose,
 )
 from weir.core.batches.input_lines import InputLine, LineSplitter, read_line
-from weir.core.batches.result_lines import error_line
 from weir.kept_files import FileStore, FileWriter, StoredFile
 from weir.ports import Clock
 from weir.units import Bytes, Millis
@@ -34,10 +33,6 @@ _log = structlog.get_logger("weir.batches")
 _PAGE = 1_000
 _READ_BYTES: Bytes = 1024 * 1024
 _WRITE_BYTES: Bytes = 256 * 1024
-_WHY = {
-    "batch_cancelled": "The batch was cancelled before this line was run.",
-    "batch_expired": "The batch's time was over before this line was run.",
-}
 
 Record = TypeVar("Record")
 
@@ -164,10 +159,10 @@ class BatchFiles:
         """How far it is."""
         await self.store.replace(file_keys.batch_progress(record.tenant, record.id), msgspec.json.encode(progress))
 
-    async def write_results(self, record: BatchRecord, log: LineLog, why: str | None) -> Results | None:
+    async def write_results(self, record: BatchRecord, log: LineLog) -> Results | None:
         """Every line once, in the order in which they were told; None, and no file, where the batch has ended meanwhile.
 
-        why: the code of those that were not run, if there are any.
+        All lines are told: who dies between two files is followed by another reading, which must give the same.
         """
         output, error = (_ResultFile(self.store, record, is_error=is_error) for is_error in (False, True))
         lines = Lines()
@@ -176,13 +171,6 @@ class BatchFiles:
                 async for entry in entries:
                     if isinstance(entry, Told) and lines.add(entry):
                         await (error if entry.is_error else output).write(entry.text)
-            if why is not None:
-                async with aclosing(self.lines(record)) as inputs:
-                    async for line in inputs:
-                        if line.number not in lines.told:
-                            lines.failed += 1
-                            lines.told.add(line.number)
-                            await error.write(error_line(record.id, line.number, line.custom_id, why, _WHY[why]))
             # Behind the reading: groups are deleted only after an end, so that without one all of them were read.
             if await self.has_ended(record):
                 return None

@@ -32,7 +32,7 @@ from weir.core.batches.batch_records import (
 )
 from weir.core.batches.input_lines import InputLine
 from weir.core.batches.pacing import After, GiveUp, Pause, Wait, after_failure, after_refusal
-from weir.core.batches.result_lines import answer_line
+from weir.core.batches.result_lines import answer_line, error_line
 from weir.core.batches.worst_case import refuse_unaffordable
 from weir.core.endings import Status
 from weir.core.output import Delta
@@ -45,6 +45,11 @@ from weir.ports import Clock
 from weir.units import Millis
 
 _log = structlog.get_logger("weir.batches")
+_WHY = {
+    "batch_cancelled": "The batch was cancelled before this line was run.",
+    "batch_expired": "The batch's time was over before this line was run.",
+}
+_NOT_RUN_AT_ONCE = 1_000
 _LOOK_S = 1.0
 _UNKNOWN_RESET_MS: Millis = 30_000
 _STORE_WAITS_S = (0.1, 0.5, 1.0, 5.0)
@@ -366,6 +371,8 @@ class BatchRun:
 
     async def _finish(self, closing: Closing | None) -> None:
         parts, record = self._parts, self._record
+        if closing is not None:
+            await self._tell_rest(closing.value)
         now_ms = parts.clock.wall_ms()
         self._progress = msgspec.structs.replace(
             self._progress,
@@ -376,11 +383,29 @@ class BatchRun:
             resumes_ms=None,
         )
         await parts.files.show(record, self._progress)
-        results = await parts.files.write_results(record, self._log, closing.value if closing is not None else None)
+        results = await parts.files.write_results(record, self._log)
         if results is None:
             await parts.files.clear(record)
         elif await parts.files.end(record, _END_OF[closing], self._progress, results):
             parts.on_end(_END_OF[closing])
+
+    async def _tell_rest(self, why: str) -> None:
+        """Lines that were not run, noted like the others before a result file is written: a later try then writes the same."""
+        untold: list[Told] = []
+        async with aclosing(self._parts.files.lines(self._record)) as lines:
+            async for line in lines:
+                if line.number not in self._lines.told:
+                    text = error_line(self._record.id, line.number, line.custom_id, why, _WHY[why])
+                    untold.append(Told(line.number, is_error=True, text=text))
+                if len(untold) == _NOT_RUN_AT_ONCE:
+                    await self._told_all(untold)
+                    untold = []
+        await self._told_all(untold)
+
+    async def _told_all(self, untold: list[Told]) -> None:
+        await self._log.add_all(untold)
+        for told in untold:
+            self._lines.add(told)
 
 
 def _after(refusal: errors.WeirError, refusals: int, now_wall_ms: Millis) -> After:

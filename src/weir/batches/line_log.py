@@ -12,7 +12,7 @@ What waits for a write is written in the next group: one write is under way at a
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
@@ -130,6 +130,10 @@ class LineLog:
         if self._writing is None:
             self._writing = asyncio.get_running_loop().create_task(self._write_all())
         await stored
+
+    async def add_all(self, entries: Sequence[Entry]) -> None:
+        """The same of many, in groups."""
+        await asyncio.gather(*map(self.add, entries))
 
     async def _write_all(self) -> None:
         """Groups, until nothing waits."""
