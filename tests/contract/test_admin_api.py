@@ -133,6 +133,10 @@ BAD_INPUT: tuple[tuple[str, str, Any, str, str | None], ...] = (
     ("PUT", "revisions/small-1/price", PRICE | {"output_microusd": True}, "invalid_request", "output_microusd"),
     ("PUT", "revisions/small-1/price", PRICE | {"output_microusd": 1.5}, "invalid_request", "output_microusd"),
     ("PUT", "revisions/small-1/price", PRICE | {"output_microusd": None}, "invalid_request", "output_microusd"),
+    ("PUT", "revisions/small-1/price", PRICE | {"batch_percent": -1}, "invalid_request", "batch_percent"),
+    ("PUT", "revisions/small-1/price", PRICE | {"batch_percent": 101}, "invalid_request", "batch_percent"),
+    ("PUT", "revisions/small-1/price", PRICE | {"batch_percent": True}, "invalid_request", "batch_percent"),
+    ("PUT", "revisions/small-1/price", PRICE | {"batch_percent": 0.5}, "invalid_request", "batch_percent"),
     ("PUT", "revisions/small-1/price", {"input_microusd": 1}, "invalid_request", "cached_input_microusd"),
     ("PUT", "revisions/small-1/price", PRICE | {"currency": "EUR"}, "invalid_request", "currency"),
     ("GET", "limits?tenant=nobody", None, "not_found", None),
@@ -283,30 +287,6 @@ async def test_the_audit_trail_shows_each_limit_before_and_after(stand: Stand) -
     ]
     assert {entry["subject"] for entry in entries[:3]} == {"tenant=acme/application=assistant"}
     assert entries[3]["action"] != "limits.put"
-
-
-# ── prices ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-async def test_a_price_is_set_shown_with_its_schedule_published_and_audited(stand: Stand) -> None:
-    """Protects prices: a new version beside the old ones, in force in the snapshot, and nothing for an unchanged one."""
-    first = {"version": 1, "input_microusd": 200_000, "cached_input_microusd": 50_000, "output_microusd": 600_000}
-    revision = await stand.good("GET", "/admin/v1/revisions/small-1")
-    assert (revision["price"], revision["prices"]) == (first, [first])
-    second = {"version": 2, **PRICE}
-    path = "/admin/v1/revisions/small-1/price"
-    for _ in range(2):
-        assert await stand.good("PUT", path, PRICE, role=Role.RELEASER) == {"revision": "small-1", "price": second}
-    revision = await stand.good("GET", "/admin/v1/revisions/small-1")
-    assert (revision["price"], revision["prices"]) == (second, [first, second])
-    assert revision in (await stand.good("GET", "/admin/v1/revisions"))["revisions"]
-    snapshot = stand.published[-1]
-    assert snapshot.revisions["small-1"].price.version == 2 and snapshot.price_of("small-1", 1).output_microusd == 600_000
-    entries = (await stand.good("GET", "/admin/v1/audit?limit=2"))["entries"]
-    assert [entry["action"] for entry in entries].count("price.set") == 1
-    assert entries[0]["subject"] == "small-1" and entries[0]["summary"] | second == entries[0]["summary"]
-    stand.pending = ("gateway-2",)
-    assert (await stand.good("PUT", path, PRICE | {"output_microusd": 1}, 202))["pending"] == ["gateway-2"]
 
 
 # ── reports ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -45,6 +45,7 @@ async def test_a_revision_shows_everything_that_makes_it_what_it_is(stand: Stand
     entry = AuditEntry(NOON_MS, "test", "put", "", "{}")
     await stand.commands.commit(lambda catalog: (None, CatalogChange(entry, revisions=[verified])))
     price = {"version": 1, "input_microusd": 200_000, "cached_input_microusd": 50_000, "output_microusd": 600_000}
+    price["batch_percent"] = 100
     shown = await stand.good("GET", "/admin/v1/revisions/org/own@2")
     assert shown == {
         "id": "org/own@2",
@@ -147,7 +148,7 @@ async def test_a_signed_artifact_becomes_a_revision_that_waits_for_approval(stan
         "tenant": "acme",
     }
     made = await stand.good("POST", "/admin/v1/revisions", body, 201, role=Role.RELEASER)
-    price = {"version": 1, **PRICE}
+    price = {"version": 1, **PRICE, "batch_percent": 100}
     assert made == {
         "id": made["id"],
         "engine": "llamacpp",
@@ -215,6 +216,7 @@ BAD_REVISIONS: tuple[tuple[dict[str, Any], str, str | None], ...] = (
     ({"engine": "onnx"}, "invalid_request", "engine"),
     ({"price": None}, "invalid_request", "price"),
     ({"price": PRICE | {"output_microusd": -1}}, "invalid_request", "output_microusd"),
+    ({"price": PRICE | {"batch_percent": 101}}, "invalid_request", "batch_percent"),
     ({"price": {"input_microusd": 1}}, "invalid_request", "price.cached_input_microusd"),
     *(
         ({"context_tokens": wrong}, "invalid_request", "context_tokens")

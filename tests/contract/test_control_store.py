@@ -62,7 +62,7 @@ FULL = CatalogChange(
         Alias("assistant", "rev-2", 8, tenant="acme"),
     ],
     revisions=[
-        Revision("rev-1", EngineKind.LLAMACPP, "/models/a b.gguf", 2_048, 1_024, 128, Price(3, 200_000, 50_000, INT64_MAX)),
+        Revision("rev-1", EngineKind.LLAMACPP, "/models/a b.gguf", 2_048, 1_024, 128, Price(3, 200_000, 50_000, INT64_MAX, 50)),
         Revision(
             "rev-2",
             EngineKind.OPENAI,
@@ -70,7 +70,7 @@ FULL = CatalogChange(
             8,
             4,
             2,
-            Price(1, 0, 0, 0),
+            Price(1, 0, 0, 0, 0),
             chat=False,
             external=True,
             state=RevisionState.REVOKED,
@@ -219,10 +219,11 @@ async def test_prices_are_kept_by_version_and_never_changed(catalog: AnyCatalog)
     """Protects: a hold's price can be found as long as it may be asked for; another price needs another version."""
     await catalog.apply(0, FULL)
     first, *_ = FULL.revisions
-    dearer = replace(first, price=replace(first.price, version=4, output_microusd=7))
+    dearer = replace(first, price=replace(first.price, version=4, output_microusd=7, batch_percent=99))
     assert await catalog.apply(1, CatalogChange(AUDIT, revisions=[dearer])) == 2
-    with pytest.raises(AssertionError):
-        await catalog.apply(2, CatalogChange(AUDIT, revisions=[replace(dearer, price=replace(dearer.price, input_microusd=8))]))
+    for other in (replace(dearer.price, input_microusd=8), replace(dearer.price, batch_percent=98)):
+        with pytest.raises(AssertionError):
+            await catalog.apply(2, CatalogChange(AUDIT, revisions=[replace(dearer, price=other)]))
     loaded = await catalog.load()
     assert loaded.revisions[0] == dearer
     assert [entry.price for entry in loaded.prices if entry.revision == first.id] == [first.price, dearer.price]

@@ -73,8 +73,8 @@ async def test_a_ledger_is_read_beside_its_writer(cell: Cell) -> None:
         ("DELETE FROM ledger_hold WHERE request_id = 'one'", "has ended without a hold"),
         ("UPDATE ledger_settlement SET day = '2026-01-02' WHERE request_id = 'one'", "on another day"),
         ("UPDATE ledger_hold SET window_names = 'month/2026-01\nday/2026-01-01\nlifetime'", "on another day"),
-        ("INSERT INTO price VALUES ('rev-1', 8, 1, 1, 1)", "its revision's schedule does not have"),
-        ("INSERT INTO price VALUES ('rev-1', 7, 1, 1, 1)", "at the pinned price"),
+        ("INSERT INTO price VALUES ('rev-1', 8, 1, 1, 1, 100)", "its revision's schedule does not have"),
+        ("INSERT INTO price VALUES ('rev-1', 7, 1, 1, 1, 100)", "at the pinned price"),
         ("UPDATE ledger_settlement SET delivered_tokens = 65 WHERE request_id = 'one'", "more than was booked ahead"),
         ("UPDATE ledger_settlement SET basis = 'uncertain' WHERE request_id = 'one'", "ended uncertain"),
         ("UPDATE cell SET last_seq = 3", "above the cell's last record"),
@@ -87,6 +87,26 @@ async def test_what_does_not_add_up_is_named(cell: Cell, damage: str, said: str)
     await alter(cell, damage)
     report = await verified(cell)
     assert not report.is_clean and any(said in problem for problem in report.problems), report.problems
+
+
+@pytest.mark.parametrize(
+    ("service_class", "percent", "is_clean"),
+    [("batch", 50, True), ("batch", 55, False), ("batch", 100, False), ("interactive", 50, False), ("interactive", 100, False)],
+)
+async def test_a_charge_is_checked_at_the_price_of_its_class(
+    cell: Cell, service_class: str, percent: int, is_clean: bool
+) -> None:
+    """Protects the check of discounts: each amount's part rounded up, for batch alone, by the pinned percent."""
+    async with cell.ledger() as ledger:
+        await fill(ledger)  # 71 uncached, 9 cached and 20 output tokens: at half of each amount, rounded up, 29.000009
+    await alter(cell, f"INSERT INTO price VALUES ('rev-1', 7, 799999, 1, 59999, {percent})")
+    for table in ("ledger_hold", "ledger_settlement"):
+        await alter(cell, f"UPDATE {table} SET service_class = '{service_class}'")
+    await alter(cell, "UPDATE ledger_settlement SET cost_microusd = 30")
+    await alter(cell, "UPDATE ledger_balance SET spent_microusd = 60")
+    problems = (await verified(cell)).problems
+    said = ["at the pinned price of its class" in problem for problem in problems]
+    assert said == ([] if is_clean else [True, True]), problems
 
 
 @pytest.mark.parametrize("column", COPIED_COLUMNS.split(", "))

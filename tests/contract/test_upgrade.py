@@ -172,6 +172,14 @@ ROWS_OF_THE_SIXTH: list[tuple[str, Mapping[str, Any]]] = [
 ]
 
 
+HOLD_OF_THE_SEVENTH = {name: value for name, value in HOLD.items() if name != "window_takes"} | {"service_class": "batch"}
+ROWS_OF_THE_SEVENTH: list[tuple[str, Mapping[str, Any]]] = [
+    ("ledger_hold", {**HOLD_OF_THE_SEVENTH, "seq": 6, "request_id": "batch", "generation_id": "gen-3"}),
+    ("ledger_settlement", {**ENDED, "seq": 8, "hold_seq": 6, "request_id": "batch", "service_class": "batch"}),
+    ("ledger_step", {**STEP, "hold_seq": 6, "seq": 7}),
+]
+
+
 def _write_as_the_first_schema(connection: Connection) -> None:
     _upgrade(connection, "0001")
     connection.execute(sa.text("UPDATE cell SET epoch = 1, last_seq = 5"))
@@ -200,6 +208,14 @@ def _write_as_the_sixth_schema(connection: Connection) -> None:
     _write_as_the_fifth_schema(connection)
     _upgrade(connection, "0006")
     _insert(connection, ROWS_OF_THE_SIXTH)
+
+
+def _write_as_the_seventh_schema(connection: Connection) -> None:
+    _write_as_the_sixth_schema(connection)
+    _upgrade(connection, "0007")
+    _insert(connection, ROWS_OF_THE_SEVENTH)
+    connection.execute(sa.text("UPDATE cell SET last_seq = 8"))
+    connection.execute(sa.text("UPDATE ledger_balance SET spent_microusd = 100, spent_tokens = 300"))
 
 
 def _upgrade(connection: Connection, schema: str) -> None:
@@ -330,6 +346,27 @@ async def test_tenants_of_the_sixth_schema_keep_nothing_and_are_not_deleted(open
         assert (await catalog.load()).tenants == [keeping, *loaded.tenants[1:-1], deleted]
         report = await ledger.verify()
         assert report.is_clean and (report.holds, report.open_holds) == (2, 1)
+    finally:
+        await ledger.aclose()
+        await catalog.aclose()
+
+
+@pytest.mark.parametrize("opening", [_sqlite, _postgres])
+async def test_prices_of_the_seventh_schema_have_no_discount(opening: Any, tmp_path: Path) -> None:
+    """Protects money through an upgrade: what batch requests paid stays right, and the next version may let them pay less."""
+    ledger, catalog = await opening(tmp_path, _write_as_the_seventh_schema)
+    try:
+        loaded = await catalog.load()
+        price = Price(3, 200_000, 50_000, 600_000, 100)
+        assert {revision.price for revision in loaded.revisions} == {price} == {entry.price for entry in loaded.prices}
+        cheaper = replace(loaded.revisions[0], price=replace(price, version=4, batch_percent=50))
+        audit = AuditEntry(T0_MS, "ada", "price.set", "rev-1", "{}")
+        await catalog.apply(loaded.version, CatalogChange(audit, revisions=[cheaper]))
+        changed = await catalog.load()
+        assert changed.revisions[0] == cheaper and RevisionPrice("rev-1", cheaper.price) in changed.prices
+        report = await ledger.verify()
+        assert report.is_clean, report.problems
+        assert (report.holds, report.open_holds, report.settlements) == (3, 1, 2)
     finally:
         await ledger.aclose()
         await catalog.aclose()

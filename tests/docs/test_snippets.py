@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from weir.config import load_config
 from weir.control.bootstrap import DEMO_PRICE
 from weir.core.ledger.bucket import Bucket
 from weir.core.metering import worst_case
+from weir.core.tenancy import ServiceClass
 from weir.units import NANOS_PER_SECOND
 
 TUTORIAL = "docs/tutorial/first-steps.md"
@@ -167,6 +169,10 @@ def test_the_worked_example_of_money() -> None:
     for sentence in (f"= {held.cost_microusd} micro-dollars, and {held.tokens} tokens", f"= {cost} micro-dollars,"):
         assert sentence in page
     assert f"gives {held.cost_microusd - cost} back" in page
+    reduced = replace(DEMO_PRICE, batch_percent=50).of(ServiceClass.BATCH)
+    assert f"at {reduced.input_microusd} for input and {reduced.output_microusd} for output" in page
+    least = worst_case(reduced, 1_000, 500, 1)
+    assert f"holds {least.cost_microusd} micro-dollars and\ncosts {reduced.cost(1_000, 0, 120)}." in page
     rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+)", page, re.MULTILINE)
     assert len(rows) == 3
     for second, refilled, returned in (map(int, row) for row in rows):

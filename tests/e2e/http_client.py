@@ -342,9 +342,9 @@ def new_account(cell: RunningCell, **fields: Any) -> Account:
     return Account(cell, tenant, "app", made["secret"], made["id"], admin)
 
 
-def demo_account(cell: RunningCell, tenant: str = "acme") -> Account:
+def demo_account(cell: RunningCell, tenant: str = "acme", application: str = "assistant") -> Account:
     """The demonstration's tenant: there on every start."""
-    return Account(cell, tenant, "assistant", cell.key(tenant), "", admin_of(cell))
+    return Account(cell, tenant, application, cell.key(tenant, application), "", admin_of(cell))
 
 
 def metrics(cell: RunningCell) -> dict[str, float]:

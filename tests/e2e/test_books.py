@@ -69,6 +69,32 @@ def test_a_price_holds_from_its_change_on_through_restarts_and_the_books_stay_ri
         assert checked(cell)["settlements"] == 4
 
 
+def test_batch_pays_its_part_through_restarts_and_the_books_stay_right(tmp_path: Path) -> None:
+    """Protects a discount: answers, budgets, reports and the check say the reduced cost, for the batch application alone."""
+    state = tmp_path / "state"
+    with running_cell(state) as cell, demo_account(cell) as account, demo_account(cell, application="batch-jobs") as batch:
+        amounts = {"input_microusd": 1_234_567, "cached_input_microusd": 1, "output_microusd": 7_654_321}
+        price = set_price(account, **amounts, batch_percent=33)
+        reduced = {name: -(-amount * 33 // 100) for name, amount in price.items() if name.endswith("_microusd")}
+        usages = [(price, account.generate().json["usage"]), (reduced, batch.generate().json["usage"])]
+        stream = batch.stream(input=LONG, request_id="running")
+        stream.read(2)
+        set_price(account, **amounts, batch_percent=0)
+        usages.append((dict.fromkeys(reduced, 0), batch.generate().json["usage"]))
+        batch.cancel("running")
+        usages.append((reduced, stream.finish()["usage"]))
+        assert checked(cell)["open holds"] == 0
+    with running_cell(state) as cell, demo_account(cell) as account:
+        assert [usage["cost_microusd"] for _, usage in usages] == [cost_at(price, usage) for price, usage in usages]
+        spent = {row["application"]: row["cost_microusd"] for row in account.usage("application")}
+        assert spent == {
+            "assistant": usages[0][1]["cost_microusd"],
+            "batch-jobs": sum(usage["cost_microusd"] for _, usage in usages[1:]),
+        }
+        assert account.account("spend_microusd_lifetime")["spent"] == sum(spent.values())
+        assert checked(cell)["settlements"] == 4
+
+
 def grow_old(state: Path, days: int, *request_ids: str) -> None:
     """Move what ended into the past, in a stopped cell's database."""
     with closing(sqlite3.connect(state / "weir.sqlite3")) as database, database:

@@ -43,7 +43,19 @@ def test_admitted() -> None:
     """Protects what is taken: the revision's price, every scope, and the worst case."""
     admit = decide(ASKED, SNAPSHOT, None, Book(), OPEN_DOOR, Moment(0, 0))
     scopes = scopes_of("acme", "web", "k1", "assistant")
-    assert admit == Admit(1, REVISION, scopes, worst_case(REVISION.price, 100, 50, 1))
+    assert admit == Admit(1, REVISION, REVISION.price, scopes, worst_case(REVISION.price, 100, 50, 1))
+
+
+def test_a_batch_request_takes_what_it_can_cost_at_its_price() -> None:
+    """Protects budgets: a discount counts from the hold on, where it is what lets a request in, and for batch alone."""
+    revision = replace(REVISION, price=replace(REVISION.price, batch_percent=50))
+    snapshot = replace(SNAPSHOT, revisions={revision.id: revision})
+    worst = worst_case(Price(1, 100_000, 25_000, 300_000), 100, 50, 1)
+    book = _limited(spend_microusd_lifetime=worst.cost_microusd)
+    batch = structs.replace(ASKED, principal=structs.replace(CALLER, service_class=ServiceClass.BATCH))
+    admit = decide(batch, snapshot, None, book, OPEN_DOOR, Moment(0, 0))
+    assert isinstance(admit, Admit) and (admit.worst, admit.price.version) == (worst, 1)
+    assert isinstance(decide(ASKED, snapshot, None, book, OPEN_DOOR, Moment(0, 0)), errors.ExceedsLimitCapacity)
 
 
 # What is wrong, in the order in which it is found: each row's refusal wins over all rows below it.

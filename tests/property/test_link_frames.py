@@ -221,7 +221,7 @@ _PART = SnapshotPart(
     aliases=(Alias(_TEXT, _TEXT, INT64_MAX, Canary(_TEXT, 3, _TEXT, 100, Tolerances(2, 6, 26, 27, 51))),),
     tenant_aliases=(Alias(_TEXT, _TEXT, INT64_MAX, tenant=_TEXT),),
     revisions=(
-        Revision(_TEXT, EngineKind.LLAMACPP, _TEXT, 1, 2, 3, Price(1, 2, 3, INT64_MAX), False, True, RevisionState.REVOKED),
+        Revision(_TEXT, EngineKind.LLAMACPP, _TEXT, 1, 2, 3, Price(1, 2, 3, INT64_MAX, 50), False, True, RevisionState.REVOKED),
     ),
     pools=(Pool(_TEXT, _TEXT, 1, 2, (_TEXT, ""), True, 0, _TEXT, (ServiceClass.BATCH,), INT64_MAX),),
     gone_tenants=(_TEXT,),

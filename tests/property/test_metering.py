@@ -1,5 +1,6 @@
 """Money and tokens: a charge stays within its hold, loses nothing, and falls on whom the table of endings names."""
 
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
@@ -20,9 +21,14 @@ from weir.core.metering import (
     upper_bound_of_input,
     worst_case,
 )
+from weir.core.tenancy import ServiceClass
 
 RATES = st.one_of(st.sampled_from([0, 1, 50_000, 200_000, 600_000]), st.integers(0, 10**9))
-PRICES = st.builds(Price, st.just(1), RATES, RATES, RATES)
+PERCENTS = st.one_of(st.sampled_from([0, 1, 50, 99, 100]), st.integers(0, 100))
+SCHEDULE = st.builds(Price, st.just(1), RATES, RATES, RATES, PERCENTS)
+CLASSES = st.sampled_from(ServiceClass)
+PRICES = st.builds(Price.of, SCHEDULE, CLASSES)
+"""As requests pay them, of both classes."""
 TOKENS = st.integers(0, 10_000)
 RULES = st.sampled_from(list(ENDING_BY_REASON.values()))
 BASES = st.sampled_from(Basis)
@@ -79,6 +85,33 @@ def test_a_charge_stays_within_its_hold_and_loses_nothing(
     assert result.platform_microusd >= 0
     total = price.cost(usage.input_tokens, usage.cached_input_tokens, usage.output_tokens)
     assert result.cost_microusd + result.platform_microusd == total
+
+
+@given(SCHEDULE, usages(), st.data())
+def test_batch_pays_its_part_of_each_amount_rounded_up(price: Price, usage: Usage, data: st.DataObject) -> None:
+    """Protects the discount: each amount is the least whole one that is not below its part, and costs add up from those."""
+    paid, percent = price.of(ServiceClass.BATCH), Fraction(price.batch_percent, 100)
+    amounts = [(price.input_microusd, paid.input_microusd), (price.cached_input_microusd, paid.cached_input_microusd)]
+    for whole, part in [*amounts, (price.output_microusd, paid.output_microusd)]:
+        assert part == ceil(whole * percent) and 0 <= part <= whole
+    used = (usage.input_tokens, usage.cached_input_tokens, usage.output_tokens)
+    exact = Fraction(
+        (usage.input_tokens - usage.cached_input_tokens) * paid.input_microusd
+        + usage.cached_input_tokens * paid.cached_input_microusd
+        + usage.output_tokens * paid.output_microusd,
+        10**6,
+    )
+    assert paid.cost(*used) == ceil(exact) and 0 <= paid.cost(*used) <= price.cost(*used)
+    assert paid.version == price.version
+    assert paid.of(data.draw(CLASSES)) == paid, "no part is taken of a part"
+
+
+@given(SCHEDULE)
+def test_nothing_is_taken_off_for_interactive_requests_nor_at_the_whole_price(price: Price) -> None:
+    """Protects every price from before: without a discount, and for who waits for answers, it is what it was."""
+    assert price.of(ServiceClass.INTERACTIVE) == price
+    whole = replace(price, batch_percent=100)
+    assert whole.of(ServiceClass.BATCH) == whole
 
 
 PRICE = Price(1, 1_000_000, 500_000, 2_000_000)

@@ -29,7 +29,7 @@ from weir.units import INT64_MAX
 
 _NAMES = st.sampled_from(["a", "b", "c", "é 😀\0"])
 _NUMBERS = st.sampled_from([0, 1, INT64_MAX])
-_PRICES = st.builds(Price, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS)
+_PRICES = st.builds(Price, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS)
 _CLASSES = st.sampled_from(ServiceClass)
 
 _TENANTS = st.builds(

@@ -8,12 +8,13 @@ from tests.simulation.stage import LONG_PROMPTS, blocker, cost_of, end_of, run_s
 
 from weir import errors
 from weir.core.ledger.records import HoldRecord, SettleRecord
+from weir.core.metering import Price
 from weir.core.tenancy import Limits, Scope
 from weir.core.windows import FormerZone
 from weir.engines.simulated_text import count_prompt_tokens
 from weir.ports import EngineCall
 from weir.sim.random_source import seeded_random
-from weir.sim.world import PRICE, REVISION, SMALL_STEPS, Order, Spec, World
+from weir.sim.world import BATCH_CALLER, PRICE, REVISION, SMALL_STEPS, Order, Spec, World
 
 TENANT = Scope("tenant-0")
 DAY_MS = 86_400_000
@@ -155,6 +156,34 @@ def test_a_price_is_pinned_by_the_hold() -> None:
     assert ends[0].cost_microusd == PRICE.cost(INPUT, 0, 60)
     assert ends[1].platform_microusd == PRICE.cost(ends[1].input_tokens, 0, ends[1].output_tokens)
     assert ends[2].cost_microusd == 9 * (ends[2].input_tokens + ends[2].output_tokens)
+
+
+def test_what_batch_pays_is_pinned_by_the_hold() -> None:
+    """Protects discounts: the part that was held is settled, also by recovery, and budgets and reports count that."""
+
+    def change(world: World) -> None:
+        price = replace(PRICE, version=2, batch_percent=33)
+        prices = {**world.snapshot.prices, (REVISION.id, 2): price}
+        world.change(revisions={REVISION.id: replace(REVISION, price=price)}, prices=prices)
+
+    async def script(world: World) -> None:
+        running = world.send(subject(max_output_tokens=60, caller=BATCH_CALLER))
+        lost = world.send(subject("lost", prompt=LONG_PROMPTS[1], caller=BATCH_CALLER))
+        await until_output(world, lost)
+        change(world)
+        await world.until(lambda: running.is_done)
+        await world.crash(land=False)
+        await world.start()
+        after = world.send(subject("after", prompt=LONG_PROMPTS[2], max_output_tokens=60, caller=BATCH_CALLER))
+        await world.until(lambda: after.is_done)
+
+    half, third = Price(1, 100_000, 25_000, 300_000), Price(2, 66_000, 16_500, 198_000)
+    world = run_script(script)
+    ends = [end for name in ("subject", "lost", "after") if isinstance(end := end_of(world, name), SettleRecord)]
+    assert ends[0].cost_microusd == half.cost(INPUT, 0, 60)
+    assert ends[1].platform_microusd == half.cost(ends[1].input_tokens, 0, ends[1].output_tokens)
+    assert ends[2].cost_microusd == third.cost(ends[2].input_tokens, 0, 60)
+    assert world.checker.tally.spent(TENANT) == ends[0].cost_microusd + ends[2].cost_microusd
 
 
 # ── clocks ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 from tests.simulation.session_stand import INPUT_TOKENS, OUTPUT_TOKENS, Stand, finish_of, play
-from tests.simulation.takeover_scenes import LEASE_S, WORST_TOKENS, found, some_run_and_some_wait, tell_running
+from tests.simulation.takeover_scenes import LEASE_S, WORST_TOKENS, found, settled, some_run_and_some_wait, tell_running
 from tests.simulation.test_lost_gateways import LOST, a_moment, fill
 
 from weir.core.endings import FinishReason
 from weir.core.ledger.records import BucketTake, SettleRecord
-from weir.core.tenancy import Limits, Scope, scopes_of
+from weir.core.tenancy import Limits, Scope, ServiceClass, scopes_of
 from weir.messages import (
     Admitted,
     CancelById,
@@ -24,7 +24,7 @@ from weir.messages import (
     Stopped,
     StopRequest,
 )
-from weir.sim.world import REVISION, key_of, tenant_name
+from weir.sim.world import BATCH_APPLICATION, BATCH_CALLER, REVISION, key_of, tenant_name
 
 # ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -98,6 +98,37 @@ def test_a_price_that_changed_meanwhile_is_not_that_of_what_was_held() -> None:
         await a_moment()
         end = stand.end_of(ref)
         assert isinstance(end, SettleRecord) and end.cost_microusd == REVISION.price.cost(INPUT_TOKENS, 0, 8)
+
+    play(script)
+
+
+@pytest.mark.parametrize("retried", [False, True])
+def test_a_batch_request_settles_at_another_coordinator_by_the_part_that_it_was_held_by(retried: bool) -> None:
+    """Protects discounts: the pinned version's part is paid, and counted of a lost attempt, whatever batch pays by now."""
+
+    async def script(stand: Stand) -> None:
+        one = stand.gateway("one.1")
+        batch = {"application": BATCH_APPLICATION, "key": key_of(LOST, BATCH_CALLER), "service_class": ServiceClass.BATCH}
+        ref = one.ask(LOST, **batch, workload_class="batch")
+        await a_moment()
+        price = replace(REVISION.price, version=2, batch_percent=1)
+        revisions = {REVISION.id: replace(REVISION, price=price)}
+        stand.publish(replace(stand.snapshot, revisions=revisions, prices={**stand.snapshot.prices, (REVISION.id, 2): price}))
+        await stand.take_over()
+        again = stand.again(one)
+        tell_running(one, again, ref)
+        again.tell_all()
+        await a_moment()
+        if retried:
+            again.say(finish_of(ref, 1, FinishReason.REPLICA_LOST, tokens=3))
+            again.say(Stopped(ref, 1))
+            await asyncio.sleep(5)
+        again.end(ref, 2 if retried else 1)
+        await a_moment()
+        end, half = settled(stand, ref), REVISION.price.of(ServiceClass.BATCH)
+        assert half.output_microusd * 2 == REVISION.price.output_microusd
+        assert (end.status, end.cost_microusd) == ("completed", half.cost(INPUT_TOKENS, 0, 8))
+        assert end.platform_microusd == (half.cost(INPUT_TOKENS, 0, 3) if retried else 0)
 
     play(script)
 

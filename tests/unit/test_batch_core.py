@@ -44,7 +44,7 @@ NOW = Moment(0, 1_774_738_800_000)
 CALLER = Principal("acme", "jobs", "k1", ServiceClass.BATCH)
 WHOLE = Price(1, 2_000_000, 1_000_000, 3_000_000)
 """Micro-dollars a token: no cost is rounded."""
-PARTS = Price(1, 333_333, 400_001, 777_777)
+PARTS = Price(1, 333_333, 400_001, 777_777, batch_percent=37)
 LARGE = Revision("large@1", EngineKind.SIMULATED, "demo", 8_192, 2_048, 256, WHOLE)
 SMALL = Revision("small@1", EngineKind.SIMULATED, "demo", 8_192, 100, 256, PARTS)
 VECTORS = Revision("vectors@1", EngineKind.SIMULATED, "demo", 8_192, 1, 1, PARTS)
@@ -92,7 +92,7 @@ def hold_of(request: InferenceRequest, snapshot: Snapshot = SNAPSHOT) -> Worst:
     else:
         output = min(alias.default_max_output_tokens, revision.max_output_tokens)
     bound = upper_bound_of_input(request.prompt_bytes, request.turns)
-    return worst_case(revision.price, bound, output, request.demands.choices)
+    return worst_case(revision.price.of(CALLER.service_class), bound, output, request.demands.choices)
 
 
 def held(requests: tuple[InferenceRequest, ...]) -> Iterator[tuple[Scope, int, int]]:

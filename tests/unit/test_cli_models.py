@@ -47,13 +47,14 @@ async def test_a_model_from_its_signed_folder_to_an_alias(terminal: Terminal, tm
     cases.write_text(CASE)
     words = ["model", "register", str(folder), "--signature", str(signature), "--name", "small", "--engine", "llamacpp"]
     words += ["--file", MODEL, "--context-tokens", "2048", "--max-output-tokens", "512", "--typical-output-tokens", "50"]
-    words += ["--base-model", "--evaluation", str(cases), "--tenant", "acme", *PRICES]
+    words += ["--base-model", "--evaluation", str(cases), "--tenant", "acme", *PRICES, "--batch-percent", "7"]
     words += ["--argument", "batch_tokens=64", "--argument", "flash_attention=true", "--argument", "cache_type_k=q8_0"]
     made = await terminal.good_here(*words)
     assert (made["artifact"], made["artifact_digest"], made["state"]) == (MODEL, DIGEST, "registered")
     assert made["arguments"] == {"batch_tokens": 64, "cache_type_k": "q8_0", "flash_attention": True}
     assert (made["context_tokens"], made["max_output_tokens"], made["typical_output_tokens"]) == (2_048, 512, 50)
-    assert (made["chat"], made["tenant"], made["price"]["output_microusd"]) == (False, "acme", 3)
+    assert (made["chat"], made["tenant"]) == (False, "acme")
+    assert (made["price"]["output_microusd"], made["price"]["batch_percent"]) == (3, 7)
     assert made["evaluation"].startswith("sha256:")
     revision = made["id"]
     assert await terminal.good_here("model", "show", revision) == made

@@ -122,16 +122,22 @@ async def test_prices_are_set_and_shown_with_their_schedule(terminal: Terminal) 
     amounts = ("--input", "300000", "--cached-input", "1", "--output", "1000000000")
     answer = await terminal.good("price", "set", "small-1", *amounts)
     second = {"version": 2, "input_microusd": 300_000, "cached_input_microusd": 1, "output_microusd": 10**9}
+    second["batch_percent"] = 100
     assert answer == {"revision": "small-1", "price": second}
     shown = cells((await terminal.run("price", "show")).out)
     assert shown[1:] == [
-        ["small-1", "simulated", "2", "$0.30", "$0.000001", "$1,000.00", "now"],
-        ["small-1", "simulated", "1", "$0.20", "$0.050000", "$0.60"],
+        ["small-1", "simulated", "2", "$0.30", "$0.000001", "$1,000.00", "100", "%", "now"],
+        ["small-1", "simulated", "1", "$0.20", "$0.050000", "$0.60", "100", "%"],
     ]
     [entry] = await terminal.good("price", "show", "small-1", "--json")
     assert entry["price"] == second and len(entry["prices"]) == 2
+    third = await terminal.good("price", "set", "small-1", *amounts, "--batch-percent", "50")
+    assert third["price"] == second | {"version": 3, "batch_percent": 50}
+    assert (await terminal.good("price", "set", "small-1", *amounts))["price"] == third["price"], "not given, it stays"
+    assert cells((await terminal.run("price", "show")).out)[1][5:] == ["$1,000.00", "50", "%", "now"]
     for words, said in (
         (("price", "show", "nothing"), "no revision"),
+        (("price", "set", "small-1", *amounts, "--batch-percent", "101"), "invalid_request"),
         (("price", "set", "nothing", *amounts), "not_found"),
         (("price", "set", "small-1", "--input", "-1", "--cached-input", "1", "--output", "1"), "invalid_request"),
     ):

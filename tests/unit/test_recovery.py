@@ -1,6 +1,7 @@
 """A coordinator that starts: what a crash left open is ended durably, and the book continues where the records stopped."""
 
 import asyncio
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -9,7 +10,8 @@ from tests.contract.stores import hold
 from weir import errors
 from weir.coordinator.recovery import Recovered, recover
 from weir.core.ledger.records import BucketTake, ExecutionId, HoldRecord, LedgerRecord, SettleRecord, StepRecord
-from weir.core.tenancy import Limits, Scope, scopes_of
+from weir.core.metering import Price
+from weir.core.tenancy import Limits, Scope, ServiceClass, scopes_of
 from weir.sim.faults import StepClock
 from weir.sim.virtual_loop import VirtualLoop, run
 from weir.sim.world import REVISION, Spec, first_snapshot
@@ -82,6 +84,27 @@ def test_a_crash_in_the_second_attempt_books_the_first_one_too() -> None:
         assert (settled.attempt, settled.output_tokens, settled.cost_microusd) == (2, 32, 0)
         assert settled.platform_microusd == REVISION.price.cost(100, 0, 32) + REVISION.price.cost(100, 0, 96)
         assert (await ledger.verify()).is_clean
+
+    run(script(), until_ms=1_000)
+
+
+def test_a_crash_books_batch_at_its_price_of_the_version_that_was_held() -> None:
+    """Protects the platform's books: a batch request's lost work costs the pinned version's part, whatever the price is now."""
+
+    async def script() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        clock, ledger, named = StepClock(loop), MemoryLedger(), ExecutionId("tenant-0", "ran", 1)
+        held = msgspec.structs.replace(_hold(1, "ran", clock.wall_ms()), service_class=ServiceClass.BATCH)
+        steps = [StepRecord(2, named, 1, "replica", 64), StepRecord(3, named, 2, "replica", 32)]
+        await ledger.write((await ledger.open_epoch(0)).epoch, [held, *steps])
+        before, now = replace(REVISION.price, batch_percent=33), replace(REVISION.price, version=2, batch_percent=10)
+        prices = {(REVISION.id, price.version): price for price in (before, now)}
+        snapshot = replace(first_snapshot(Spec()), prices=prices, revisions={REVISION.id: replace(REVISION, price=now)})
+        await recover(ledger, clock, snapshot, GROUP_MS)
+        settled, paid = ledger.records[-1], Price(1, 66_000, 16_500, 198_000)
+        assert isinstance(settled, SettleRecord) and settled.cost_microusd == 0
+        assert settled.platform_microusd == paid.cost(100, 0, 32) + paid.cost(100, 0, 64)
 
     run(script(), until_ms=1_000)
 

@@ -92,6 +92,7 @@ async def test_an_id_stands_for_everything_that_never_changes(counter: Counter) 
         ({"max_output_tokens": 4_096}, "max_output_tokens"),
         ({"typical_output_tokens": 0}, "typical_output_tokens"),
         ({"input_microusd": -1}, "input_microusd"),
+        ({"batch_percent": 101}, "batch_percent"),
         ({"folder": None}, "folder"),
         ({"folder": "relative"}, "folder"),
         ({"signature": None}, "signature"),

@@ -48,7 +48,7 @@ def execution_of(request_id: str, number: int = 1, tenant: str = ASKED.tenant, a
     return Execution(
         id=ExecutionId(tenant, request_id, number),
         acquire=msgspec.structs.replace(ASKED, request_id=request_id, tenant=tenant),
-        admit=Admit(number, REVISION, SCOPES, WORST),
+        admit=Admit(number, REVISION, REVISION.price, SCOPES, WORST),
         session="gateway",
         pool="pool",
         arrived_ns=arrived_ns,

@@ -174,11 +174,15 @@ class LimitsBody(BaseModel):
 
 
 class PriceBody(Body):
-    """A price, in micro-dollars per million tokens. The command checks the amounts."""
+    """A price, in micro-dollars per million tokens. The command checks the amounts.
+
+    batch_percent: what part of it batch requests pay. Absent: all of it at first, and what they paid when it changes.
+    """
 
     input_microusd: int
     cached_input_microusd: int
     output_microusd: int
+    batch_percent: int | None = None
 
 
 class LimitsQuery(Parameters):

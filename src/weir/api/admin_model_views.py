@@ -19,12 +19,13 @@ UNVERIFIED = "unverified"
 
 
 class PriceView(View):
-    """One version of a price schedule, in micro-dollars per million tokens."""
+    """One version of a price schedule, in micro-dollars per million tokens. batch_percent: what part batch requests pay."""
 
     version: int
     input_microusd: int
     cached_input_microusd: int
     output_microusd: int
+    batch_percent: int
 
 
 class RevisionView(Changed):

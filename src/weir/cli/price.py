@@ -11,7 +11,7 @@ from weir.cli.tables import digits_of, dollars, print_json, print_table
 commands = typer.Typer(no_args_is_help=True)
 
 _AMOUNTS = ("input_microusd", "cached_input_microusd", "output_microusd")
-_HEADINGS = ("input", "cached input", "output")
+_HEADINGS = ("input", "cached input", "output", "batch")
 
 
 @commands.command("set")
@@ -22,10 +22,12 @@ def set_price(
     input_microusd: Annotated[int, typer.Option("--input", help="Micro-dollars per million input tokens.")],
     cached_input_microusd: Annotated[int, typer.Option("--cached-input", help="Of those that were in the prefix cache.")],
     output_microusd: Annotated[int, typer.Option("--output", help="Micro-dollars per million output tokens.")],
+    batch_percent: Annotated[int | None, typer.Option(help="What part batch requests pay; else as it is.")] = None,
 ) -> None:
     """Set a revision's price from now on; what was admitted before keeps its own."""
     amounts = dict(zip(_AMOUNTS, (input_microusd, cached_input_microusd, output_microusd), strict=True))
-    print_json(connection.call("PUT", f"/admin/v1/revisions/{segment(revision)}/price", amounts))
+    price = {**amounts, "batch_percent": batch_percent}
+    print_json(connection.call("PUT", f"/admin/v1/revisions/{segment(revision)}/price", price))
 
 
 @commands.command()
@@ -58,6 +60,7 @@ def _rows(revision: dict[str, Any]) -> list[tuple[str, ...]]:
             revision["engine"],
             str(price["version"]),
             *(dollars(price[name], digits[name]) for name in _AMOUNTS),
+            f"{price['batch_percent']} %",
             "now" if price == revision["price"] else "",
         )
         for price in schedule

@@ -37,6 +37,7 @@ def register(
     input_microusd: Annotated[int, typer.Option("--input", help="Micro-dollars per million input tokens.")],
     cached_input_microusd: Annotated[int, typer.Option("--cached-input", help="Of those that were in the prefix cache.")],
     output_microusd: Annotated[int, typer.Option("--output", help="Micro-dollars per million output tokens.")],
+    batch_percent: Annotated[int | None, typer.Option(help="What part of it batch requests pay; else all of it.")] = None,
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="The signed folder; none for a served model.")] = None,
     signature: Annotated[Path | None, typer.Option(help="The folder's signature.")] = None,
     file: Annotated[str | None, typer.Option(help="The file in it that llama.cpp loads, if there are several.")] = None,
@@ -56,6 +57,7 @@ def register(
         "input_microusd": input_microusd,
         "cached_input_microusd": cached_input_microusd,
         "output_microusd": output_microusd,
+        "batch_percent": batch_percent,
     }
     body = {
         "name": name,

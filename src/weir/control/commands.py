@@ -28,6 +28,7 @@ from weir.control.credentials import new_credential
 from weir.control.snapshots import build_snapshot
 from weir.control.validation import (
     check_actor,
+    check_batch_percent,
     check_name,
     check_prices,
     check_time_zone,
@@ -325,11 +326,19 @@ class Commands:
     # ── prices ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def set_price(
-        self, actor: str, revision: str, *, input_microusd: int, cached_input_microusd: int, output_microusd: int
+        self,
+        actor: str,
+        revision: str,
+        *,
+        input_microusd: int,
+        cached_input_microusd: int,
+        output_microusd: int,
+        batch_percent: int | None = None,
     ) -> Outcome[Price]:
         """A new version of a revision's price schedule, micro-dollars per million tokens; holds taken before keep theirs.
 
-        Raises InvalidRequest for an amount, NotFound, Revoked.
+        batch_percent: what part of it batch requests pay; None: the part that they pay now.
+        Raises InvalidRequest for an amount or a part, NotFound, Revoked.
         """
         amounts = {
             "input_microusd": input_microusd,
@@ -337,15 +346,18 @@ class Commands:
             "output_microusd": output_microusd,
         }
         check_prices(amounts)
+        if batch_percent is not None:
+            check_batch_percent(batch_percent)
 
         def plan(catalog: Catalog) -> tuple[Price, CatalogChange | None]:
             known = require_revision(catalog, revision)
             if known.revoked:
                 raise errors.Revoked(f"Revision {revision!r} was revoked.")
-            price = Price(known.price.version + 1, **amounts)
+            percent = known.price.batch_percent if batch_percent is None else batch_percent
+            price = Price(known.price.version + 1, **amounts, batch_percent=percent)
             if replace(price, version=known.price.version) == known.price:
                 return known.price, None
-            entry = self.audit_entry(actor, "price.set", revision, {"version": price.version, **amounts})
+            entry = self.audit_entry(actor, "price.set", revision, asdict(price))
             return price, CatalogChange(entry, revisions=(replace(known, price=price),))
 
         return await self.commit(plan)

@@ -20,7 +20,7 @@ import msgspec
 from weir import errors
 from weir.control.catalog_lookup import require_revision, require_signing_key, require_tenant
 from weir.control.commands import Commands, Outcome
-from weir.control.validation import check_name, check_number, check_prices
+from weir.control.validation import check_batch_percent, check_name, check_number, check_prices
 from weir.core.metering import Price
 from weir.core.registry.arguments import checked_arguments
 from weir.core.registry.golden_set import parse_golden_set
@@ -65,6 +65,7 @@ class NewRevision:
     input_microusd: int
     cached_input_microusd: int
     output_microusd: int
+    batch_percent: int = 100
     context_tokens: Tokens | None = None
     folder: str | None = None
     signature: str | None = None
@@ -163,13 +164,20 @@ def with_id(name: str, revision: Revision) -> Revision:
     return replace(revision, id=f"{name}@{hashlib.sha256(identity).hexdigest()[:_ID_DIGITS]}")
 
 
+def _price(asked: NewRevision) -> Price:
+    """The first version of its price schedule. Raises InvalidRequest."""
+    amounts = {name: getattr(asked, name) for name in ("input_microusd", "cached_input_microusd", "output_microusd")}
+    check_prices(amounts)
+    check_batch_percent(asked.batch_percent)
+    return Price(1, **amounts, batch_percent=asked.batch_percent)
+
+
 def _draft(catalog: Catalog, actor: str, asked: NewRevision) -> Revision:
     """The revision without what its artifact says. Raises InvalidRequest, NotFound or NotAllowedNow."""
     check_name("name", asked.name)
     if asked.tenant is not None:
         require_tenant(catalog, asked.tenant)
-    price = Price(1, asked.input_microusd, asked.cached_input_microusd, asked.output_microusd)
-    check_prices({name: getattr(asked, name) for name in ("input_microusd", "cached_input_microusd", "output_microusd")})
+    price = _price(asked)
     artifact = _unverified(asked)
     if asked.adapter_of is not None:
         changed = _changed_model(catalog, asked)

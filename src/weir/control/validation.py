@@ -139,6 +139,11 @@ def check_prices(amounts: Mapping[str, int]) -> None:
             raise errors.InvalidRequest(f"{name} must be a whole number of micro-dollars per million tokens.", members=members)
 
 
+def check_batch_percent(value: object) -> None:
+    """Raises InvalidRequest unless it is a part of a price in percent, 0 … 100."""
+    check_number("batch_percent", value, 0, 100)
+
+
 def checked_limits(changes: Mapping[str, object]) -> dict[str, Any]:
     """The changes, each None or an int in range. Raises InvalidRequest for an unknown name or another value."""
     accepted: dict[str, Any] = {}

@@ -56,7 +56,7 @@ def hold_record(execution: Execution, stamp: Stamp, taken: Taken) -> HoldRecord:
         input_basis=asked.input_basis,
         max_output_tokens=asked.max_output_tokens,
         choices=asked.choices,
-        price_version=admit.revision.price.version,
+        price_version=admit.price.version,
         held_microusd=admit.worst.cost_microusd,
         windows=taken.windows,
         takes=taken.takes,
@@ -70,7 +70,7 @@ _TOKENS_MAX: Tokens = 2**31 - 1
 
 
 def outcome_of(finish: Finish, worst: Worst, price: Price) -> Outcome:
-    """Who pays what for an end that the gateway reported."""
+    """Who pays what for an end that the gateway reported. price: of the request's service class."""
     usage, absurd = sane_usage(finish.usage)
     delivered = min(max(0, finish.delivered_tokens), worst.output_tokens)
     due = charge(ending(finish.reason), usage, delivered, worst, price)
@@ -145,7 +145,10 @@ def finish_of_lost(execution: Execution) -> Finish:
 
 
 def recovery_record(found: OpenHold, price: Price, stamp: Stamp) -> EndRecord:
-    """How a hold without settlement ends after a crash: released if never dispatched, else the platform's, uncertain."""
+    """How a hold without settlement ends after a crash: released if never dispatched, else the platform's, uncertain.
+
+    price: of the version that it pinned, and of its service class.
+    """
     reason = FinishReason.COORDINATOR_LOST
     rule = ending(reason)
     hold = found.hold

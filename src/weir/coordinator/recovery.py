@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from weir.coordinator.journal import Journal
 from weir.coordinator.ledger_entries import Stamp, recovery_record
-from weir.coordinator.restoring import scopes_of_hold, worst_of
+from weir.coordinator.restoring import price_of_hold, scopes_of_hold, worst_of
 from weir.core.ledger.book import Book
 from weir.core.ledger.records import BucketTake, HoldRecord, LedgerRecord
 from weir.core.registry.snapshot import Snapshot
@@ -48,7 +48,7 @@ async def recover(
     kept_ids = {found.hold.id for found in kept}
     for found in recovery.open_holds:
         if found.hold.id not in kept_ids:
-            price = snapshot.price_of(found.hold.revision, found.hold.price_version)
+            price = price_of_hold(found.hold, snapshot)
             ends.append(recovery_record(found, price, Stamp(journal.next_seq(), clock.wall_ms())))
     if ends:  # durable before the first question, so that nobody is told of a request that runs no more
         await store.write(recovery.epoch, ends)

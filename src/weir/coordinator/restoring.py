@@ -3,8 +3,6 @@
 Nothing here counts or holds: the book, the lanes and the queues are the coordinator's.
 """
 
-from dataclasses import replace
-
 import msgspec
 
 from weir.coordinator.execution import Execution, Placement
@@ -12,7 +10,7 @@ from weir.coordinator.ledger_entries import sane_usage
 from weir.core.admission import Admit
 from weir.core.ledger.records import HoldRecord
 from weir.core.ledger.reservation import Held
-from weir.core.metering import Basis, Usage, Worst
+from weir.core.metering import Basis, Price, Usage, Worst
 from weir.core.registry.snapshot import Snapshot
 from weir.core.request import Dispatched, Queued, Streaming
 from weir.core.routing.replica import Replica, ReplicaLimits
@@ -32,6 +30,11 @@ def scopes_of_hold(hold: HoldRecord) -> Scopes:
     return scopes_of(hold.id.tenant, hold.application, hold.key, hold.alias)
 
 
+def price_of_hold(hold: HoldRecord, snapshot: Snapshot) -> Price:
+    """What a hold settles by: the version that it pinned, for its service class. Raises KeyError."""
+    return snapshot.price_of(hold.revision, hold.price_version).of(hold.service_class)
+
+
 def restored(found: OpenHold, snapshot: Snapshot, ref: int, now: Moment) -> Execution:
     """An open hold as an execution. ref: of the session that carried it, stands for what its gateway called it.
 
@@ -40,12 +43,10 @@ def restored(found: OpenHold, snapshot: Snapshot, ref: int, now: Moment) -> Exec
     hold = found.hold
     asked = _asked(hold, ref, now)
     admitted_ns = now.monotonic_ns - asked.waited_ns
-    revision = snapshot.revisions[hold.revision]
-    revision = replace(revision, price=snapshot.price_of(hold.revision, hold.price_version))
     execution = Execution(
         id=hold.id,
         acquire=asked,
-        admit=Admit(hold.id.execution, revision, scopes_of_hold(hold), worst_of(hold)),
+        admit=_admitted(hold, snapshot),
         session=hold.gateway_session,
         pool=hold.pool,
         arrived_ns=admitted_ns,
@@ -62,6 +63,11 @@ def restored(found: OpenHold, snapshot: Snapshot, ref: int, now: Moment) -> Exec
         place(execution, Placement(unknown_replica(found.replica, hold.pool), None, found.attempt, now.monotonic_ns))
         execution.lost = _lost(execution, found.lost_delivered_max) if found.attempt > 1 else None
     return execution
+
+
+def _admitted(hold: HoldRecord, snapshot: Snapshot) -> Admit:
+    revision, price = snapshot.revisions[hold.revision], price_of_hold(hold, snapshot)
+    return Admit(hold.id.execution, revision, price, scopes_of_hold(hold), worst_of(hold))
 
 
 def _asked(hold: HoldRecord, ref: int, now: Moment) -> Acquire:

@@ -76,7 +76,7 @@ class Settler:
         if lost is None:
             self._release(execution, reason)
             return
-        unpaid = msgspec.structs.replace(NO_CHARGE, platform_microusd=_cost(lost, execution.admit.revision.price))
+        unpaid = msgspec.structs.replace(NO_CHARGE, platform_microusd=_cost(lost, execution.admit.price))
         timing = queue_timing(execution, self._clock.monotonic_ns())
         self._post(execution, Outcome(reason, lost, 0, unpaid), timing, None)
 
@@ -91,7 +91,7 @@ class Settler:
 
     def settle(self, execution: Execution, finish: Finish) -> None:
         """Post what the gateway reported of an execution that was dispatched."""
-        outcome = outcome_of(finish, execution.admit.worst, execution.admit.revision.price)
+        outcome = outcome_of(finish, execution.admit.worst, execution.admit.price)
         outcome = _with_lost(outcome, execution)
         if outcome.charge.clamped:
             self._telemetry.clamped.labels(execution.acquire.revision).inc()
@@ -155,7 +155,7 @@ class Settler:
         record = execution.end_record
         assert isinstance(record, SettleRecord)
         usage = Usage(record.input_tokens, record.cached_input_tokens, record.output_tokens, record.basis)
-        due = charge(ending(reason), usage, 0, execution.admit.worst, execution.admit.revision.price)
+        due = charge(ending(reason), usage, 0, execution.admit.worst, execution.admit.price)
         outcome = _with_lost(Outcome(reason, usage, 0, due), execution)
         stamp = Stamp(record.seq, record.at_ms)
         instead = settle_record(execution, outcome, stamp, record.returns, record.timing, None)
@@ -175,7 +175,7 @@ def _with_lost(outcome: Outcome, execution: Execution) -> Outcome:
     """The same with the cost of the attempt that was retried, which is the platform's."""
     if execution.lost is None:
         return outcome
-    platform = outcome.charge.platform_microusd + _cost(execution.lost, execution.admit.revision.price)
+    platform = outcome.charge.platform_microusd + _cost(execution.lost, execution.admit.price)
     due = msgspec.structs.replace(outcome.charge, platform_microusd=platform)
     return msgspec.structs.replace(outcome, charge=due)
 

@@ -14,7 +14,7 @@ import msgspec
 from weir import errors
 from weir.core.endings import Status
 from weir.core.ledger.book import Book
-from weir.core.metering import Worst, worst_case
+from weir.core.metering import Price, Worst, worst_case
 from weir.core.registry.model import Revision
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import Principal, Scopes, scopes_of
@@ -116,10 +116,14 @@ class Door(msgspec.Struct, frozen=True, gc=False):
 
 
 class Admit(msgspec.Struct, frozen=True, gc=False):
-    """Take all of this now. execution: 1, or one above the bound one that may run again."""
+    """Take all of this now. execution: 1, or one above the bound one that may run again.
+
+    price: of its service class, by the version that its hold pins; all that it ever costs is by this one.
+    """
 
     execution: int
     revision: Revision
+    price: Price
     scopes: Scopes
     worst: Worst
 
@@ -142,9 +146,10 @@ def decide(asked: Asked, snapshot: Snapshot, bound: Bound | None, book: Book, do
     if asked.is_quarantined:
         return errors.Quarantined("Two replicas were lost while they ran this request; it is refused for a while.")
     scopes = scopes_of(asked.principal.tenant, asked.principal.application, asked.principal.key, asked.alias)
-    worst = worst_case(revision.price, asked.input_tokens, asked.max_output_tokens, asked.choices)
+    price = revision.price.of(asked.principal.service_class)
+    worst = worst_case(price, asked.input_tokens, asked.max_output_tokens, asked.choices)
     refused = book.check(scopes, worst, now) or door_refusal(door, asked.deadline_ms)
-    return refused or Admit(bound.execution + 1 if bound else 1, revision, scopes, worst)
+    return refused or Admit(bound.execution + 1 if bound else 1, revision, price, scopes, worst)
 
 
 def idempotency_refusal(body_digest: bytes, bound: Bound) -> errors.WeirError | None:

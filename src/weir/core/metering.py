@@ -10,6 +10,7 @@ from enum import StrEnum
 import msgspec
 
 from weir.core.endings import EndingRule, Payer, Status
+from weir.core.tenancy import ServiceClass
 from weir.units import MILLION, MicroDollars, Tokens, ceil_div
 
 
@@ -30,12 +31,23 @@ class InputBasis(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """One version of a revision's price schedule, micro-dollars per million tokens, each ≥ 0."""
+    """One version of a revision's price schedule, micro-dollars per million tokens, each ≥ 0.
+
+    batch_percent: what part of each a batch request pays, 0 … 100. A request holds and costs what `of` its class says.
+    """
 
     version: int
     input_microusd: int
     cached_input_microusd: int
     output_microusd: int
+    batch_percent: int = 100
+
+    def of(self, service_class: ServiceClass) -> "Price":
+        """What a request of this class pays by this version; each amount of batch's is rounded up. It has no discount left."""
+        if service_class is ServiceClass.INTERACTIVE or self.batch_percent == 100:
+            return self
+        amounts = (self.input_microusd, self.cached_input_microusd, self.output_microusd)
+        return Price(self.version, *(ceil_div(amount * self.batch_percent, 100) for amount in amounts))
 
     def cost(self, input_tokens: Tokens, cached_input_tokens: Tokens, output_tokens: Tokens) -> MicroDollars:
         """Cost rounded up once. cached_input_tokens: the part of input_tokens (0 … input_tokens) with its own price."""

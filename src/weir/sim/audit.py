@@ -16,7 +16,7 @@ from weir.messages import GenerationRecord
 from weir.ports import Recovery, UsageRow
 from weir.sim.checks import Checker, Seen
 from weir.sim.clients import SimAnswer, SimClient
-from weir.sim.payers import PAYS_NOTHING, cost_of, paid_tokens
+from weir.sim.payers import PAYS_NOTHING, cost_of, paid_tokens, price_for
 from weir.units import NANOS_PER_MINUTE, Nanos, Tokens, ceil_div, ns_from_ms
 
 _UNANSWERED = {FinishReason.DISCONNECT, FinishReason.SLOW_CLIENT}
@@ -135,7 +135,7 @@ def _check_uncertain(evidence: Evidence, seen: Seen) -> None:
 def _check_amounts(evidence: Evidence, name: ExecutionId, end: SettleRecord) -> None:
     """The table of endings, computed again."""
     hold = evidence.checker.durable.holds[name]
-    price, reason = evidence.prices[hold.price_version], end.finish_reason.value
+    price, reason = price_for(evidence.prices[hold.price_version], hold.service_class), end.finish_reason.value
     used = cost_of(price, end.input_tokens, end.cached_input_tokens, end.output_tokens)
     failed = evidence.checker.seen[hold.generation_id].failed
     if failed is not None and end.attempt == 2 and end.basis is not Basis.UNCERTAIN:

@@ -135,7 +135,7 @@ async def change_reach(world: World, random: Random) -> None:
 
 
 async def change_price(world: World, random: Random) -> None:
-    """The next version of the price schedule: dearer, cheaper, or free, and cached input at any price."""
+    """The next version of the price schedule: dearer, cheaper, or free, cached input at any price, and any part for batch."""
     revision = world.snapshot.revisions[REVISION.id]
     price = replace(
         revision.price,
@@ -143,6 +143,7 @@ async def change_price(world: World, random: Random) -> None:
         input_microusd=random.choice([0, 1, 200_000, 3_000_000]),
         cached_input_microusd=random.choice([0, 50_000, 200_000]),
         output_microusd=random.choice([0, 600_000, 5_000_000]),
+        batch_percent=random.choice([0, 33, 50, 100]),
     )
     prices = {**world.snapshot.prices, (revision.id, price.version): price}
     world.change(revisions={revision.id: replace(revision, price=price)}, prices=prices)

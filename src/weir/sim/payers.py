@@ -3,7 +3,10 @@
 It is meant to be another text than the platform's own table, so that a wrong row shows.
 """
 
+from dataclasses import replace
+
 from weir.core.metering import Price
+from weir.core.tenancy import ServiceClass
 from weir.units import MILLION, MicroDollars, Tokens, ceil_div
 
 PAYS_GENERATED = {"stop", "length", "client", "disconnect", "slow_client", "revoked"}
@@ -32,6 +35,17 @@ def paid_tokens(
     output = output_tokens if reason in PAYS_GENERATED else min(delivered_tokens, output_tokens)
     pays = not was_waiting and reason not in PAYS_NOTHING and (output > 0 or reason in ("stop", "length"))
     return (input_tokens, output) if pays else (0, 0)
+
+
+def price_for(price: Price, service_class: ServiceClass) -> Price:
+    """A version of a price as a service class pays it: of batch's, the least whole amounts that are not below its part."""
+    part = price.batch_percent if service_class == "batch" else 100
+    return replace(
+        price,
+        input_microusd=-(-price.input_microusd * part // 100),
+        cached_input_microusd=-(-price.cached_input_microusd * part // 100),
+        output_microusd=-(-price.output_microusd * part // 100),
+    )
 
 
 def cost_of(price: Price, input_tokens: Tokens, cached_tokens: Tokens, output_tokens: Tokens) -> MicroDollars:

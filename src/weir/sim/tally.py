@@ -17,7 +17,7 @@ from weir.messages import Acquire, GenerationRecord, Rejected
 from weir.ports import Clock
 from weir.sim.naive_bucket import NaiveBucket
 from weir.sim.naive_calendar import DAY, LIFETIME, MONTH, NaiveCalendar
-from weir.sim.payers import cost_of, paid_tokens
+from weir.sim.payers import cost_of, paid_tokens, price_for
 from weir.units import MILLION, MicroDollars, Millis, Moment, Tokens, ceil_div, ceil_ms_from_ns, ns_from_ms
 
 _BUDGETS = {
@@ -50,7 +50,7 @@ class Amounts:
 
 @dataclass(slots=True)
 class Counted:
-    """One admitted execution. price: that in force at its hold; posted: what counts as spent for it now.
+    """One admitted execution. price: that in force at its hold, for its class; posted: what counts as spent for it now.
 
     returns: by scope and limit, what its end gave back to buckets that are followed exactly.
     """
@@ -174,7 +174,7 @@ class Tally:
         return counted
 
     def _asked(self, owner: Hashable, acquire: Acquire) -> Counted:
-        price = self._snapshot.revisions[acquire.revision].price
+        price = price_for(self._snapshot.revisions[acquire.revision].price, acquire.service_class)
         dearest = max(price.input_microusd, price.cached_input_microusd)
         worst = acquire.input_tokens * dearest + acquire.max_output_tokens * price.output_microusd
         return Counted(

@@ -37,7 +37,7 @@ from weir.sim.virtual_loop import WALL_START_MS, VirtualLoop, run
 from weir.storage.memory import MemoryLedger
 from weir.units import Millis, Moment, Tokens
 
-PRICE = Price(1, 200_000, 50_000, 600_000)
+PRICE = Price(1, 200_000, 50_000, 600_000, batch_percent=50)
 REVISION = Revision("sim@1", EngineKind.SIMULATED, "demo", 8_192, 2_048, 128, PRICE)
 ALIAS = Alias("assistant", REVISION.id, 64)
 BRIEF = Alias("brief", REVISION.id, 16)

@@ -1,6 +1,6 @@
 """How the catalog's values become table rows and rows become values again; shared by every SQL control store.
 
-It decides nothing: a field of a value is a column of the same name, except that a price is spread over four columns, a
+It decides nothing: a field of a value is a column of the same name, except that a price is spread over five columns, a
 scope's limits are one row each, and what is shared has an empty tenant where that is part of a key. Replacing is deleting by
 key and inserting, which every database can do.
 """

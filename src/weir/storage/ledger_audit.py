@@ -50,9 +50,16 @@ _E = "e.tenant || '/' || e.request_id || ' execution ' || e.execution"
 _H = "h.tenant || '/' || h.request_id || ' execution ' || h.execution"
 _ENDED = "FROM ledger_settlement e JOIN ledger_hold h ON h.seq = e.hold_seq"
 _COPIED = COPIED_COLUMNS.split(", ")
+
+
+def _price(amount: str) -> str:
+    """A pinned amount as the request's service class pays it, rounded up."""
+    return f"CASE WHEN h.service_class = 'batch' THEN (p.{amount} * p.batch_percent + 99) / 100 ELSE p.{amount} END"
+
+
 _EXACT = (
-    "((e.tenant_input_tokens - e.tenant_cached_input_tokens) * p.input_microusd + e.tenant_cached_input_tokens * "
-    "p.cached_input_microusd + e.tenant_output_tokens * p.output_microusd + 999999) / 1000000"
+    f"((e.tenant_input_tokens - e.tenant_cached_input_tokens) * ({_price('input_microusd')}) + e.tenant_cached_input_tokens * "
+    f"({_price('cached_input_microusd')}) + e.tenant_output_tokens * ({_price('output_microusd')}) + 999999) / 1000000"
 )
 _RULES = {
     "has not ended, and is not among the open holds": (
@@ -83,7 +90,7 @@ _RULES = {
         f"SELECT {_E} {_ENDED} WHERE e.cost_microusd > h.held_microusd OR e.tenant_input_tokens > h.choices * h.input_tokens "
         "OR e.tenant_output_tokens > h.choices * h.max_output_tokens"
     ),
-    "costs its tenant something else than its tokens at the pinned price": (
+    "costs its tenant something else than its tokens at the pinned price of its class": (
         f"SELECT {_E} {_ENDED} JOIN price p ON p.revision = e.revision AND p.version = e.price_version "
         f"WHERE e.cost_microusd <> CASE WHEN {_EXACT} < h.held_microusd THEN {_EXACT} ELSE h.held_microusd END"
     ),

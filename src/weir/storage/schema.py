@@ -209,6 +209,7 @@ REVISION = Table(
     *_texts("engine", "artifact"),
     *_numbers("context_tokens", "max_output_tokens", "typical_output_tokens"),
     *_numbers("price_version", "price_input_microusd", "price_cached_input_microusd", "price_output_microusd"),
+    _required("price_batch_percent", BigInteger),
     *(_required(name, Boolean) for name in ("chat", "external")),
     _required("state", Text),
     _required("arguments", JSON),
@@ -219,7 +220,7 @@ PRICE = Table(
     "price",
     METADATA,
     _required("revision", Text),
-    *_numbers("version", "input_microusd", "cached_input_microusd", "output_microusd"),
+    *_numbers("version", "input_microusd", "cached_input_microusd", "output_microusd", "batch_percent"),
     PrimaryKeyConstraint("revision", "version"),
 )
 """The price schedule: append-only, because holds and usage rows name a version."""

@@ -12,7 +12,7 @@ from weir.core.ledger.account import BUDGETS
 from weir.core.metering import Worst, worst_case
 from weir.core.registry.model import Alias, Revision
 from weir.core.registry.snapshot import Snapshot
-from weir.core.tenancy import UNLIMITED, Principal, Scope, scopes_of
+from weir.core.tenancy import UNLIMITED, Principal, Scope, ServiceClass, scopes_of
 
 _NOTHING = Worst(0, 0, 0)
 
@@ -66,7 +66,8 @@ def _canary(alias: Alias, principal: Principal, snapshot: Snapshot) -> Iterator[
 
 def _worst_by(demand: AliasDemand, alias: Alias, revision: Revision) -> Worst:
     default = min(alias.default_max_output_tokens, revision.max_output_tokens)
-    return worst_case(revision.price, demand.input_tokens, demand.output_tokens + demand.defaulted * default, 1)
+    output_tokens = demand.output_tokens + demand.defaulted * default
+    return worst_case(revision.price.of(ServiceClass.BATCH), demand.input_tokens, output_tokens, 1)
 
 
 def _added(one: Worst, other: Worst) -> Worst:
