@@ -323,6 +323,23 @@ def test_a_second_try_at_its_results_writes_the_same() -> None:
     played(script)
 
 
+def test_a_disabled_tenant_s_batch_ends_in_its_time() -> None:
+    """Protects windows and cancels: also what never began, as long as its tenant is disabled, expires or is given up."""
+
+    async def script(world: World, batches: Batches) -> None:
+        expiring, given_up = await batches.submit(bodies_of(3), "30s"), await batches.submit(bodies_of(3, 25))
+        tenants = {**world.snapshot.tenants, "tenant-0": replace(world.snapshot.tenants["tenant-0"], disabled=True)}
+        world.change(tenants=tenants)
+        await asyncio.sleep(10)
+        await batches.desk.cancel(batches.principal(), given_up.record.id)
+        for batch, status in ((given_up, BatchStatus.CANCELLED), (expiring, BatchStatus.EXPIRED)):
+            done = await batches.until_done(batch, bound_s=60)
+            assert done.status is status and done.counts.failed == 3
+        assert await batches.left_over() == []
+
+    played(script)
+
+
 def test_wrong_lines_are_errors_and_the_others_go_on() -> None:
     """Protects a batch from a few of its lines: what can never work is told once, in its surface's shape, and costs nothing."""
     wrong = [

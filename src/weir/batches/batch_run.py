@@ -125,7 +125,8 @@ class BatchRun:
             await files.clear(record)
             return
         before = await files.progress(record)
-        if before is None:
+        await self._look_for_end()
+        if before is None and self._closing is None:
             refuse_unaffordable(await files.input_record(record), self._principal(), self._parts.gateway.inbox.snapshot)
         begun_ms = before.in_progress_ms if before is not None else None
         self._lines = await self._log.read()
@@ -345,14 +346,18 @@ class BatchRun:
             except errors.FileStoreUnavailable as fault:
                 _log.warning("batch_not_looked_at", batch=self._record.id, detail=fault.detail)
 
-    async def _look(self) -> None:
-        """Whether it goes on, and say how far it is."""
+    async def _look_for_end(self) -> None:
+        """Whether it goes on."""
         if self._parts.clock.wall_ms() >= self._record.expires_ms:
             self._close(Closing.EXPIRED)
         elif await self._parts.files.is_cancelled(self._record):
             self._close(Closing.CANCELLED)
         elif await self._parts.files.has_ended(self._record):
             self._close(Closing.ENDED)
+
+    async def _look(self) -> None:
+        """The same, and say how far it is."""
+        await self._look_for_end()
         waits = not self._going.is_set()
         progress = msgspec.structs.replace(
             self._progress,
