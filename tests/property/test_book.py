@@ -486,3 +486,12 @@ def test_what_is_forgiven_after_its_window_is_over_changes_nothing() -> None:
     before = {window: account.balance(window).spent_microusd for window in second.windows}
     book.forgive(scopes, gone, 5, 20)
     assert {window: account.balance(window).spent_microusd for window in second.windows} == before
+
+
+def test_what_is_forgiven_is_there_again() -> None:
+    """Protects budgets: a charge whose record never became durable counts in no window."""
+    book, scopes = Book(), CALLERS[0]
+    taken = book.take("hold", scopes, Worst(10, 10, 5), ZERO)
+    book.end("hold", Charge(10, 0, 10, 5, 0, False), 0)
+    book.forgive(scopes, taken.windows, 5, 20)
+    assert book.balance_of(scopes[0]) == Balance()

@@ -60,7 +60,7 @@ def test_a_leaf_fixes_code_status_and_title(code: str) -> None:
     assert leaf.title != WeirError.title or leaf is errors.InternalError
     error = leaf()
     assert (str(error), error.detail) == (leaf.title, leaf.title)
-    comes_back = (errors.LedgerUnavailable, errors.StreamStoreUnavailable)
+    comes_back = (errors.FileStoreUnavailable, errors.LedgerUnavailable, errors.StreamStoreUnavailable)
     wait_ms = 1_000 if leaf in comes_back else None  # a store does so by itself
     assert (error.members, error.retry_after_ms, error.retry_advice) == ({}, wait_ms, leaf.should_retry)
 

@@ -209,11 +209,11 @@ REVISION = Table(
     *_texts("engine", "artifact"),
     *_numbers("context_tokens", "max_output_tokens", "typical_output_tokens"),
     *_numbers("price_version", "price_input_microusd", "price_cached_input_microusd", "price_output_microusd"),
-    _required("price_batch_percent", BigInteger),
     *(_required(name, Boolean) for name in ("chat", "external")),
     _required("state", Text),
     _required("arguments", JSON),
     *(Column(name, Text) for name in ("artifact_digest", "evaluation", "tenant", "adapter_of", "registered_by", "approved_by")),
+    _required("price_batch_percent", BigInteger),
 )
 
 PRICE = Table(
