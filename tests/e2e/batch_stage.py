@@ -18,7 +18,7 @@ from tests.e2e.scripted_engine import Script
 
 ENDS = ("completed", "failed", "expired", "cancelled")
 MOST = 64
-RUN_S = 120.0
+RUN_S = 300.0
 
 
 def openai_of(cell: RunningCell, key: str) -> AsyncOpenAI:

@@ -1,6 +1,5 @@
 """kill -9 while a batch is half done: every line is told and charged once, and an engine repeats at most what was in flight."""
 
-import os
 import signal
 from pathlib import Path
 
@@ -20,8 +19,9 @@ from tests.e2e.ending_stage import Stage
 from tests.e2e.money_stage import CELLS, new_books, new_caller
 from tests.e2e.running_cell import kill_if_running
 from tests.e2e.scripted_engine import ScriptedEngine
+from tests.soak.cell_size import FULL
 
-LINES = 2_000 if os.environ.get("WEIR_SOAK") == "1" else 300
+SIZES = [300, pytest.param(2_000, marks=FULL)]
 IN_FLIGHT, LANES = 24, 16
 CONFIG = f"""
 [pool]
@@ -33,10 +33,11 @@ poll_ms = 100
 
 
 @pytest.mark.parametrize("kind", CELLS)
-async def test_the_cell_is_killed_in_the_middle(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lines", SIZES)
+async def test_the_cell_is_killed_in_the_middle(lines: int, kind: str, tmp_path: Path) -> None:
     """Protects results and money through the death of worker, coordinator and store's process at once."""
     books = new_books(kind, tmp_path)
-    scripts = [script_of(number) for number in range(LINES)]
+    scripts = [script_of(number) for number in range(lines)]
     content = input_of([line_of(number, script) for number, script in enumerate(scripts)])
     with ScriptedEngine() as engine:
         cell = books.start(engine.url, CONFIG)
@@ -44,7 +45,7 @@ async def test_the_cell_is_killed_in_the_middle(kind: str, tmp_path: Path) -> No
             caller = await new_caller(Stage(cell))
             async with openai_of(cell, caller.secret) as client:
                 batch = await submitted(client, content)
-                await until_half(client, batch.id, LINES)
+                await until_half(client, batch.id, lines)
             cell.process.send_signal(signal.SIGKILL)
             cell.process.wait(10)
         finally:
@@ -55,6 +56,6 @@ async def test_the_cell_is_killed_in_the_middle(kind: str, tmp_path: Path) -> No
                 assert ended.status == "completed"
                 cost = check_answers(await results_of(client, ended), scripts)
             rows = {row["status"]: row for row in await Stage(cell).usage(caller.tenant)}
-            assert rows["completed"]["requests"] == LINES and rows["completed"]["cost_microusd"] == cost
+            assert rows["completed"]["requests"] == lines and rows["completed"]["cost_microusd"] == cost
             assert sum(row["cost_microusd"] for row in rows.values()) == cost
-        assert LINES <= engine.started <= LINES + IN_FLIGHT
+        assert lines <= engine.started <= lines + IN_FLIGHT
