@@ -34,8 +34,13 @@ def script_of(number: int, tokens: int = 3, gap_ms: int = 60) -> Script:
 def line_of(number: int, script: Script, **fields: Any) -> dict[str, Any]:
     """One line of a batch of chat completions."""
     messages = [{"role": "user", "content": script.prompt()}]
-    body = {"model": "assistant", "messages": messages, "max_completion_tokens": MOST, **fields}
-    return {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    return line_for("/v1/chat/completions", number, {"messages": messages, "max_completion_tokens": MOST, **fields})
+
+
+def line_for(endpoint: str, number: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    """One line of a batch of any endpoint, of the only model."""
+    model = {"model_alias" if endpoint == "/v1/generations" else "model": "assistant"}
+    return {"custom_id": f"line-{number}", "method": "POST", "url": endpoint, "body": {**model, **body}}
 
 
 def input_of(lines: Sequence[Mapping[str, Any]]) -> bytes:
@@ -57,10 +62,11 @@ class Results:
 
 
 async def submitted(client: AsyncOpenAI, content: bytes, window: str = "24h", **fields: Any) -> Batch:
-    """A batch of chat completions."""
+    """A batch, of chat completions unless its fields name another endpoint."""
     file = await client.files.create(file=("lines.jsonl", content), purpose="batch")
     create: Any = client.batches.create
-    batch: Batch = await create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window=window, **fields)
+    asked = {"endpoint": "/v1/chat/completions", "completion_window": window, **fields}
+    batch: Batch = await create(input_file_id=file.id, **asked)
     return batch
 
 
