@@ -10,6 +10,7 @@ from openai.types import Batch
 from tests.contract.desk_stand import CHAT, OTHER_KEY, SECOND_KEY, DeskStand, desk_standing, line
 
 from weir.batches import file_keys
+from weir.batches.batch_files import BatchFiles, Results
 from weir.batches.desk import DeskBounds
 from weir.core.batches.batch_records import (
     BatchCounts,
@@ -212,6 +213,19 @@ async def test_a_batch_is_cancelled_once_and_again(stand: DeskStand) -> None:
         await client.batches.cancel(batch.id)
     body: Any = refused.value.body
     assert (body["code"], body["state"]) == ("not_allowed_now", "cancelled")
+
+
+async def test_a_cancellation_that_came_too_late_shows_nothing(stand: DeskStand) -> None:
+    """Protects readers of a batch that completed: it was never given up, whatever was asked for in its last moment."""
+    created = await create(stand)
+    await stand.sdk().batches.cancel(created.id)
+    content = await stand.store.read(file_keys.batch_record("acme", created.id))
+    assert content is not None
+    files = BatchFiles(stand.store, stand.clock, 1_000, 1_000)
+    record, counts = msgspec.json.decode(content, type=BatchRecord), BatchCounts(2, 2, 0)
+    assert await files.end(record, BatchStatus.COMPLETED, BatchProgress(counts), Results("file-out", None, counts))
+    ended = await stand.sdk().batches.retrieve(created.id)
+    assert (ended.status, ended.cancelling_at, ended.cancelled_at) == ("completed", None, None)
 
 
 # ── whose they are, and lists ────────────────────────────────────────────────────────────────────────────────────────

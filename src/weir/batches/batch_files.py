@@ -192,7 +192,7 @@ class BatchFiles:
             counts=results.counts,
             in_progress_ms=progress.in_progress_ms,
             finalizing_ms=progress.finalizing_ms,
-            cancelling_ms=cancel.at_ms if cancel is not None else None,
+            cancelling_ms=cancel.at_ms if cancel is not None and status is BatchStatus.CANCELLED else None,
             output=results.output,
             error=results.error,
         )

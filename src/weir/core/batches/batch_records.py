@@ -6,8 +6,8 @@
       FAILED       cancelling ──────────────────▶ CANCELLED
 
 The words are OpenAI's. A batch that waits for a budget is `in_progress` with a `paused_reason`. Whoever stores the end first
-decides it; what was done by then is kept in every case. Ids begin with what they name and rise with time, so that a listing by
-key is one by age.
+decides it: one that is cancelling may complete or expire before that is seen. What was done by then is kept in every case. Ids
+begin with what they name and rise with time, so that a listing by key is one by age.
 """
 
 from enum import StrEnum
