@@ -103,10 +103,9 @@ def test_the_tutorial_runs_as_it_stands(tmp_path: Path) -> None:
         assert not (tmp_path / "state" / "ready.json").exists()
 
 
-UNSERVED = ("embeddings.md", "openai-batches.md")
+UNSERVED = ("embeddings.md",)
 RUNNABLE = ["README.md", *(page_of(surface) for surface in SURFACES if surface.page not in UNSERVED)]
-"""Embeddings need a model that makes them, batches a place for files: the documented cell has neither. Their own tests run the
-official SDK."""
+"""Embeddings need a model that makes them, which the documented cell has not. Their own tests run the official SDK."""
 
 
 @pytest.mark.parametrize("page", RUNNABLE)

@@ -384,7 +384,7 @@ async def _run_through(caller: Caller, first: AsyncOpenAI, second: AsyncOpenAI) 
     file = await first.files.create(file=("lines.jsonl", content), purpose="batch")
     assert await second.files.retrieve(file.id) == file
     assert (await second.files.content(file.id)).content == content
-    batch = await second.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    batch = await second.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
     ended = await until_done(first, batch.id)
     check_answers(await results_of(second, ended), scripts)
     await second.files.delete(file.id)

@@ -263,12 +263,16 @@ class Drive:
         self.answers += [wrong_key, session, key, *paths]
 
 
-async def check_nothing_written(stage: Stage, answers: list[bytes], mark: str) -> None:
-    """The mark is in no file of the state directory, no log, no metric, no management answer and no error's body."""
+async def check_nothing_written(stage: Stage, answers: list[bytes], mark: str, apart: Path | None = None) -> None:
+    """The mark is in no file of the state directory, no log, no metric, no management answer and no error's body.
+
+    apart: a folder in which it may be.
+    """
     cell, needle = stage.cell, mark.encode()
     # A model's weights have every short text somewhere; that nothing was written to them, each load verifies by their digest.
     weights = set((cell.state / "artifacts").rglob("*.gguf"))
     files = [path for path in cell.state.rglob("*") if path.is_file() and path not in weights]
+    files = [path for path in files if apart is None or not path.is_relative_to(apart)]
     assert any(path.name.endswith("-wal") for path in files), "the journal's newest bytes are searched too"
     files += [cell.log, cell.state.with_suffix(".ready.json")]
     pids = [cell.process.pid, *children_of(cell.process.pid)]
