@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from openai import ConflictError, NotFoundError
+from openai import APIStatusError, ConflictError, NotFoundError
 from openai.types import Batch
 from tests.contract.desk_stand import CHAT, OTHER_KEY, SECOND_KEY, DeskStand, desk_standing, line
 
@@ -226,6 +226,15 @@ async def test_a_cancellation_that_came_too_late_shows_nothing(stand: DeskStand)
     assert await files.end(record, BatchStatus.COMPLETED, BatchProgress(counts), Results("file-out", None, counts))
     ended = await stand.sdk().batches.retrieve(created.id)
     assert (ended.status, ended.cancelling_at, ended.cancelled_at) == ("completed", None, None)
+
+
+async def test_a_damaged_record_is_a_fault_of_the_store(stand: DeskStand) -> None:
+    """Protects callers and the gateway: what cannot be read is said to be so, and is no bug that ends anything."""
+    created = await create(stand)
+    await stand.store.replace(file_keys.batch_record("acme", created.id), b'{"id":')
+    with pytest.raises(APIStatusError) as caught:
+        await stand.sdk().batches.retrieve(created.id)
+    assert (caught.value.status_code, caught.value.code) == (503, "file_store_unavailable")
 
 
 # ── whose they are, and lists ────────────────────────────────────────────────────────────────────────────────────────

@@ -88,8 +88,8 @@ async def until_done(client: AsyncOpenAI, batch_id: str, lines: int = 0) -> Batc
 
 
 async def until_half(client: AsyncOpenAI, batch_id: str, lines: int) -> None:
-    """A third of its lines is done, and not all of them."""
-    found = await until_done(client, batch_id, lines // 3)
+    """Half of its lines are done, and not all of them."""
+    found = await until_done(client, batch_id, lines // 2)
     counts = found.request_counts
     assert found.status == "in_progress" and counts is not None and counts.completed < lines - 20
 

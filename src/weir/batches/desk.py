@@ -441,7 +441,10 @@ class BatchDesk:
 
     async def _read(self, key: str, kind: type[T]) -> T | None:
         content = await self._store.read(key)
-        return None if content is None else msgspec.json.decode(content, type=kind)
+        try:
+            return None if content is None else msgspec.json.decode(content, type=kind)
+        except msgspec.DecodeError:
+            raise errors.FileStoreUnavailable("What is recorded of it is damaged.") from None
 
     async def _find_file(self, tenant: str, file_id: str) -> FileRecord | None:
         if not _ID.fullmatch(file_id):
