@@ -387,3 +387,26 @@ def test_a_disabled_tenant_is_waited_for_and_a_revoked_key_is_not() -> None:
         await check_whole(batches, first)
 
     played(script)
+
+
+def test_paused_batches_leave_their_places_to_others() -> None:
+    """Protects tenants from each other: as many batches as may run wait for budgets, and another tenant's runs all the same."""
+    waiting = range(4)
+
+    async def script(world: World, batches: Batches) -> None:
+        bodies = [
+            [{"input": f"{n}-{m}-{line}", "max_output_tokens": 100} for line in range(20)] for n in waiting for m in (0, 1)
+        ]
+        paused = [await batches.submit(lines, tenant=place // 2) for place, lines in enumerate(bodies)]
+        for batch in paused:
+            await batches.until_done(batch, lines=1)
+        world.change(limits={Scope(f"tenant-{number}"): Limits(tokens_lifetime=300) for number in waiting})
+        await asyncio.sleep(30)
+        other = await batches.submit(bodies_of(4), tenant=4)
+        assert (await batches.until_done(other, bound_s=60)).status is BatchStatus.COMPLETED
+        assert all([(await batches.view(batch)).counts.failed == 0 for batch in paused])
+        world.change(limits={})
+        for batch in paused:
+            assert (await batches.until_done(batch)).status is BatchStatus.COMPLETED
+
+    played(script, replace(SPEC, tenants=5))

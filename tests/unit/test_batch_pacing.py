@@ -14,6 +14,7 @@ from weir.core.batches.pacing import (
     Wait,
     after_failure,
     after_refusal,
+    has_waited_in_vain,
 )
 from weir.core.endings import ENDING_BY_REASON, FinishReason, Status
 
@@ -174,3 +175,9 @@ def test_a_completed_line_is_no_failure(reason: FinishReason) -> None:
     """Protects results: what completed is never run again."""
     with pytest.raises(AssertionError):
         after_failure(reason, 1)
+
+
+def test_time_that_was_over_in_a_queue_is_no_try() -> None:
+    """Protects lines on full pools: only what ran until its deadline counts against the tries of a line."""
+    assert has_waited_in_vain(FinishReason.DEADLINE, 0)
+    assert not has_waited_in_vain(FinishReason.DEADLINE, 1) and not has_waited_in_vain(FinishReason.ENGINE_ERROR, 0)

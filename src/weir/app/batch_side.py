@@ -31,6 +31,7 @@ from weir.units import Millis
 
 FILES_FOLDER = "files"
 _DAY_MS: Millis = 86_400_000
+_LAST_WRITES_S = 5.0
 
 
 def files_placed(config: BatchConfig, state: Path) -> BatchConfig:
@@ -122,6 +123,8 @@ class BatchSide:
         self._line.is_cut = True
         self._inbox.lose()
         if self._working is not None:
-            await self._working
+            await asyncio.wait([self._working], timeout=_LAST_WRITES_S)
+            self._working.cancel()  # it survives a death at any moment, so also this one
+            await asyncio.wait([self._working])
         self._gateway.close()
         await self._store.aclose()

@@ -31,7 +31,7 @@ from weir.units import Bytes, Millis
 
 _log = structlog.get_logger("weir.batches")
 _PAGE = 1_000
-_READ_BYTES: Bytes = 1024 * 1024
+_READ_BYTES: Bytes = 128 * 1024  # the event loop waits while its lines are cut
 _WRITE_BYTES: Bytes = 256 * 1024
 
 Record = TypeVar("Record")

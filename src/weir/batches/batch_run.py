@@ -31,7 +31,7 @@ from weir.core.batches.batch_records import (
     line_request_id,
 )
 from weir.core.batches.input_lines import InputLine
-from weir.core.batches.pacing import After, GiveUp, Pause, Wait, after_failure, after_refusal
+from weir.core.batches.pacing import After, GiveUp, Pause, Wait, after_failure, after_refusal, has_waited_in_vain
 from weir.core.batches.result_lines import answer_line, error_line
 from weir.core.batches.worst_case import refuse_unaffordable
 from weir.core.endings import Status
@@ -103,6 +103,16 @@ class BatchRun:
         self._going.set()
         self._freed = asyncio.Event()
         self._fault: BaseException | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it waits for a budget."""
+        return not self._going.is_set()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it was stopped before its end."""
+        return self._closing is Closing.STOPPING
 
     def stop(self) -> None:
         """Begin no further line; `run` returns once those that run have ended, however that is."""
@@ -204,9 +214,10 @@ class BatchRun:
                 refusals += 1
                 after = _after(outcome.refusal, refusals, self._parts.clock.wall_ms())
             else:
-                assert outcome.record is not None and outcome.record.finish_reason is not None
-                executions, refusals = executions + 1, 0
-                after = after_failure(outcome.record.finish_reason, executions)
+                record = outcome.record
+                assert record is not None and record.finish_reason is not None
+                executions, refusals = executions + (not has_waited_in_vain(record.finish_reason, record.output_tokens)), 0
+                after = after_failure(record.finish_reason, max(1, executions))
             match after:
                 case GiveUp():
                     await self._tell(line, client, is_error=True)

@@ -25,6 +25,7 @@ from weir.units import Millis
 _log = structlog.get_logger("weir.batches")
 _AGAIN_S = 5.0
 _BROKEN_S = 60.0
+_ASIDE_S = 30.0
 _SWEEP_S = 60.0
 
 
@@ -85,7 +86,8 @@ class BatchWorker:
         self._telemetry.batches_ended.labels(status.value).inc()
 
     def _lines_at_once(self) -> int:
-        return max(1, self._bounds.lines_in_flight // max(1, len(self._runs)))
+        going = sum(not run.is_paused for _, run in self._runs.values())
+        return max(1, self._bounds.lines_in_flight // max(1, going))
 
     async def run(self) -> None:
         """Run what is open until `stop`, and return once no line runs any more."""
@@ -115,26 +117,44 @@ class BatchWorker:
         if not self._gateway.inbox.snapshot.version:
             return  # nobody is known yet
         now_s = asyncio.get_running_loop().time()
-        running = Counter(record.tenant for record, _ in self._runs.values())
         opened = {record.id: record for record in await self._files.open_batches()}
         interrupted = {name: record for name, (record, _) in self._again.items()}  # also if another worker ended it meanwhile
-        for record in (opened | interrupted).values():
-            if self._stopping.is_set() or len(self._runs) >= self._bounds.batches_at_once:
+        waiting = [record for record in (opened | interrupted).values() if self._may_begin(record, now_s)]
+        running = Counter(record.tenant for record, _ in self._runs.values())
+        while waiting and not self._stopping.is_set():  # of the tenants with fewest that run, the oldest first
+            record = min(waiting, key=lambda record: running[record.tenant])
+            if running[record.tenant] >= max(1, self._bounds.batches_at_once // 4):
                 return
-            is_waiting = record.id in self._runs or self._again.get(record.id, (record, 0.0))[1] > now_s
-            if is_waiting or running[record.tenant] >= max(1, self._bounds.batches_at_once // 4):
-                continue
-            if record.tenant not in self._gateway.inbox.snapshot.tenants:
-                continue  # another cell's
+            if len(self._runs) >= self._bounds.batches_at_once:
+                if not running[record.tenant]:
+                    self._make_room(running)
+                return
+            waiting.remove(record)
             running[record.tenant] += 1
             run = BatchRun(self._parts, record)
             self._runs[record.id] = record, run
             tasks.create_task(self._run(record, run))
 
+    def _may_begin(self, record: BatchRecord, now_s: float) -> bool:
+        """Whether it waits here, and not for a time of its own; another cell's never does."""
+        is_ours = record.tenant in self._gateway.inbox.snapshot.tenants
+        return is_ours and record.id not in self._runs and self._again.get(record.id, (record, 0.0))[1] <= now_s
+
+    def _make_room(self, running: Counter[str]) -> None:
+        """A tenant of whom nothing runs gets a turn: one batch goes on later, that is paused, or of who has most of them."""
+        if any(run.is_left for _, run in self._runs.values()):
+            return  # one is about to
+        runs = sorted(self._runs.values(), key=lambda each: (not each[1].is_paused, -running[each[0].tenant]))
+        record, run = runs[0]
+        if run.is_paused or running[record.tenant] > 1:
+            self._try_again(record, _ASIDE_S)
+            run.stop()
+
     async def _run(self, record: BatchRecord, run: BatchRun) -> None:
         try:
             await run.run()
-            self._again.pop(record.id, None)
+            if not run.is_left:
+                self._again.pop(record.id, None)
         except errors.Forbidden:  # its tenant is disabled, which an administrator may change
             self._try_again(record)
         except errors.CallerFault as wrong:

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 
 from weir import errors
 from weir.core.endings import FinishReason, Status, ending
-from weir.units import Millis
+from weir.units import Millis, Tokens
 
 EXECUTIONS_MAX: Final = 3
 """Of a line whose failures may be its own."""
@@ -96,7 +96,7 @@ def after_refusal(code: str, retry_after_ms: Millis | None, members: Mapping[str
 
 
 def after_failure(reason: FinishReason, executions: int) -> After:
-    """What follows an execution that was admitted and did not complete. executions ≥ 1: of this line.
+    """What follows an execution that was admitted and did not complete. executions ≥ 1: of this line, and not in vain.
 
     A worker that left (`disconnect`) is no fault of the line's; nor is a replica that was lost: where the line is to blame its
     quarantine says so.
@@ -105,6 +105,11 @@ def after_failure(reason: FinishReason, executions: int) -> After:
     if reason in _ENDS_GIVEN_UP or (reason in _ENDS_TRIED_AGAIN and executions >= EXECUTIONS_MAX):
         return GiveUp()
     return _growing(executions)
+
+
+def has_waited_in_vain(reason: FinishReason, output_tokens: Tokens) -> bool:
+    """Whether an execution ended without having made anything: its time was over in a queue, no fault of the line's."""
+    return reason is FinishReason.DEADLINE and not output_tokens
 
 
 def _growing(times: int) -> Wait:
