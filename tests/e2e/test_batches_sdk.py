@@ -318,10 +318,10 @@ async def test_an_expired_window_keeps_what_is_done(stage: Stage) -> None:
     """Protects what was paid for: the lines that are done are in the output file, the others in the error file, each once."""
     caller = await new_caller(stage)
     async with openai_of(stage.cell, caller.secret) as client:
-        batch_id, scripts = await _mixed(client, "2s")
+        batch_id, scripts = await _mixed(client, "5s")
         batch = await until_done(client, batch_id)
         results = await results_of(client, batch)
-    assert batch.status == "expired" and batch.expired_at is not None and batch.expired_at >= batch.created_at + 2
+    assert batch.status == "expired" and batch.expired_at is not None and batch.expired_at >= batch.created_at + 5
     assert {line["custom_id"] for line in results.output} == {f"line-{number}" for number in range(LINES)}
     assert results.times == {f"line-{number}": 1 for number in range(len(scripts))}
     told = [line["error"] or line["response"]["body"]["error"] for line in results.error]
@@ -347,7 +347,9 @@ async def test_a_cancelled_batch_keeps_what_is_done(stage: Stage) -> None:
         assert batch.status == "cancelled" and batch.cancelled_at is not None
         assert await _status_codes(client.batches.cancel(asked.id)) == [409]
     assert results.times == {f"line-{number}": 1 for number in range(len(scripts))}
-    assert len(results.output) == LINES + IN_FLIGHT and {line["error"]["code"] for line in results.error} == {"batch_cancelled"}
+    # Not all places are its own while another test's batch still ends.
+    assert LINES < len(results.output) <= LINES + IN_FLIGHT
+    assert {line["error"]["code"] for line in results.error} == {"batch_cancelled"}
     await stage.check_quiet()
 
 
