@@ -167,10 +167,12 @@ async def test_an_end_that_a_power_failure_tore_is_stored_again_once(tmp_path: P
     assert sorted(names_in(tmp_path / "acme")) == ["gen-1.end", "gen-1.segments"]
 
 
-async def test_an_end_is_taken_back_where_the_stream_is_deleted_meanwhile(tmp_path: Path) -> None:
-    """Protects deletion: an end that appears behind it is removed again, and whoever stored it is told.
+@pytest.mark.parametrize("gone", [(SEGMENTS,), (SEGMENTS, END, UNFINISHED)], ids=["deleted", "and its own file taken"])
+async def test_an_end_behind_a_deletion_leaves_nothing(gone: tuple[str, ...], tmp_path: Path) -> None:
+    """Protects deletion: an end that appears behind it goes again, whoever stored it is told, and the folder goes too.
 
-    The torn end keeps the call waiting for a lock, so that the stream goes while it is under way.
+    The torn end keeps the call waiting for a lock, so that the stream goes while it is under way. A deletion cannot take
+    a folder in which an end is made; where two ends meet it, the first takes the other's unfinished end, which had its name.
     """
     store = StreamDirectory(tmp_path)
     (await started(store, STREAM, b"x")).close()
@@ -181,27 +183,7 @@ async def test_an_end_is_taken_back_where_the_stream_is_deleted_meanwhile(tmp_pa
         async with asyncio.timeout(10):
             while not (tmp_path / UNFINISHED).exists():
                 await store.tenants()
-        (tmp_path / SEGMENTS).unlink()
-    with pytest.raises(errors.StreamStoreUnavailable):
-        await ending
-    assert names_in(tmp_path) == []
-
-
-async def test_an_end_whose_files_others_took_away_takes_the_folder(tmp_path: Path) -> None:
-    """Protects deletion: it cannot take a folder in which an end is being made, so whoever makes that end does.
-
-    As where two ends meet a deletion: the first takes away the unfinished end of the second, which had the freed name.
-    """
-    store = StreamDirectory(tmp_path)
-    (await started(store, STREAM, b"x")).close()
-    (tmp_path / END).write_bytes(b"")
-    with (tmp_path / SEGMENTS).open("rb") as locked:
-        fcntl.flock(locked, fcntl.LOCK_EX)
-        ending = asyncio.get_running_loop().create_task(store.end(STREAM, b"end"))
-        async with asyncio.timeout(10):
-            while not (tmp_path / UNFINISHED).exists():
-                await store.tenants()
-        for file in (SEGMENTS, END, UNFINISHED):
+        for file in gone:
             (tmp_path / file).unlink()
     with pytest.raises(errors.StreamStoreUnavailable):
         await ending

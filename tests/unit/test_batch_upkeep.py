@@ -4,9 +4,8 @@ import msgspec
 from tests.contract.admin_stand import ManualClock
 
 from weir.batches import file_keys
-from weir.batches.batch_files import OpenBatch
 from weir.batches.upkeep import Upkeep
-from weir.core.batches.batch_records import BatchRecord, FileRecord, Purpose
+from weir.core.batches.batch_records import BatchRecord, FileRecord, OpenBatch, Purpose
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import Tenant
 from weir.gateway.inbox import Inbox

@@ -11,6 +11,7 @@ import structlog
 from weir import errors
 from weir.batches import file_keys
 from weir.batches.line_log import LineLog, Lines, Told
+from weir.batches.listing import stored_in
 from weir.core.batches.batch_records import (
     BATCH_ID_PREFIX,
     FILE_ID_PREFIX,
@@ -22,25 +23,19 @@ from weir.core.batches.batch_records import (
     BatchStatus,
     CancelMark,
     FileRecord,
+    OpenBatch,
     Purpose,
 )
 from weir.core.batches.input_lines import InputLine, LineSplitter, read_line
-from weir.kept_files import FileStore, FileWriter, StoredFile
+from weir.kept_files import FileStore, FileWriter
 from weir.ports import Clock
 from weir.units import Bytes, Millis
 
 _log = structlog.get_logger("weir.batches")
-_PAGE = 1_000
 _READ_BYTES: Bytes = 128 * 1024  # the event loop waits while its lines are cut
 _WRITE_BYTES: Bytes = 256 * 1024
 
 Record = TypeVar("Record")
-
-
-class OpenBatch(msgspec.Struct, frozen=True):
-    """What a mark of an open batch says."""
-
-    tenant: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +45,6 @@ class Results:
     output: str | None
     error: str | None
     counts: BatchCounts
-
-
-async def stored_in(store: FileStore, folder: str) -> AsyncGenerator[StoredFile, None]:
-    """All files of a folder, by key. Raises FileStoreUnavailable."""
-    page = await store.files(folder, "", _PAGE)
-    while page:
-        for each in page:
-            yield each
-        page = await store.files(folder, page[-1].key, _PAGE) if len(page) == _PAGE else ()
 
 
 class BatchFiles:

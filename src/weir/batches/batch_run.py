@@ -378,7 +378,7 @@ class BatchRun:
         )
         if progress != self._shown:
             await self._parts.files.show(self._record, progress)
-            self._progress = self._shown = progress
+            self._shown = progress
 
     def _counts(self) -> BatchCounts:
         return BatchCounts(self._record.lines, self._lines.completed, self._lines.failed)

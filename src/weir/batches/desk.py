@@ -17,6 +17,7 @@ import msgspec
 
 from weir import errors
 from weir.batches import file_keys
+from weir.batches.listing import stored_in
 from weir.core.batches.batch_records import (
     BATCH_ID_PREFIX,
     FILE_ID_PREFIX,
@@ -25,6 +26,7 @@ from weir.core.batches.batch_records import (
     BatchRecord,
     CancelMark,
     FileRecord,
+    OpenBatch,
     Purpose,
     new_id,
 )
@@ -49,7 +51,6 @@ ARRIVING_BYTES: Bytes = 64 * 1024
 """What of a file is checked and stored at once: on a thread, but while it is checked the event loop may have to wait for it."""
 PIECE_BYTES: Bytes = 256 * 1024
 """What of a file is read at once."""
-_KEYS_A_PAGE = 10_000
 _READS_AT_ONCE = 32
 _TOKEN_BYTES = 8
 _RETRY_AFTER_MS: Millis = 1_000
@@ -358,7 +359,7 @@ class BatchDesk:
                 output_expires_s=order.output_expires_s,
             )
             # The mark first: without it nobody would run the batch; without the batch nobody minds the mark.
-            await self._store.create(file_keys.open_batch(record.id), msgspec.json.encode({"tenant": tenant}))
+            await self._store.create(file_keys.open_batch(record.id), msgspec.json.encode(OpenBatch(tenant)))
             await self._store.create(file_keys.batch_record(tenant, record.id), msgspec.json.encode(record))
         return view_of(record, None, None, None)
 
@@ -432,12 +433,7 @@ class BatchDesk:
 
     async def _stored(self, folder: str) -> Sequence[StoredFile]:
         """All of a folder, by key."""
-        found: list[StoredFile] = []
-        while True:
-            page = await self._store.files(folder, found[-1].key if found else "", _KEYS_A_PAGE)
-            found += page
-            if len(page) < _KEYS_A_PAGE:
-                return found
+        return [each async for each in stored_in(self._store, folder)]
 
     async def _read(self, key: str, kind: type[T]) -> T | None:
         content = await self._store.read(key)

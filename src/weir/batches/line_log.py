@@ -15,19 +15,18 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from itertools import count
 from typing import TypeAlias
 
 import msgspec
 
 from weir import errors
 from weir.batches.file_keys import groups_folder
-from weir.kept_files import FileStore, StoredFile
+from weir.batches.listing import stored_in
+from weir.kept_files import FileStore
 from weir.units import Bytes
 
 _GROUP_BYTES: Bytes = 8 * 1024 * 1024
 _NUMBER_DIGITS = 9
-_PAGE = 1_000
 
 
 class Made(msgspec.Struct, frozen=True, tag="made", array_like=True):
@@ -105,23 +104,13 @@ class LineLog:
 
     async def entries(self) -> AsyncGenerator[Entry, None]:
         """Everything, in order; of the text of one group at a time."""
-        async with aclosing(self._groups()) as groups:
+        async with aclosing(stored_in(self._store, self._folder)) as groups:
             async for group in groups:
                 content = await self._store.read(group.key)
                 name = group.key.rpartition("/")[2]
                 self._next = max(self._next, int(name[:_NUMBER_DIGITS]) + 1)
                 for entry in _entries_in(content):
                     yield entry
-
-    async def _groups(self) -> AsyncGenerator[StoredFile, None]:
-        after = ""
-        for _ in count():
-            page = await self._store.files(self._folder, after, _PAGE)
-            for group in page:
-                yield group
-            if len(page) < _PAGE:
-                return
-            after = page[-1].key
 
     async def add(self, entry: Entry) -> None:
         """Durable on return."""
@@ -140,11 +129,11 @@ class LineLog:
         try:
             while self._waiting:
                 group = self._take_group()
-                fault: BaseException | None = None
+                fault: Exception | None = None
                 try:
                     await self._write([entry for entry, _ in group])
-                except errors.FileStoreUnavailable as unavailable:
-                    fault = unavailable
+                except Exception as failed:  # whatever it is, nobody may wait for ever
+                    fault = failed
                 for _, stored in group:
                     if not stored.done():
                         stored.set_result(None) if fault is None else stored.set_exception(fault)

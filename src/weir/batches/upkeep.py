@@ -4,8 +4,8 @@ import msgspec
 import structlog
 
 from weir.batches import file_keys
-from weir.batches.batch_files import OpenBatch, stored_in
-from weir.core.batches.batch_records import BatchRecord, FileRecord
+from weir.batches.listing import stored_in
+from weir.core.batches.batch_records import BatchRecord, FileRecord, OpenBatch
 from weir.gateway.inbox import Inbox
 from weir.kept_files import FileStore, StoredFile
 from weir.ports import Clock
@@ -32,9 +32,8 @@ class Upkeep:
         if not snapshot.version or self._inbox.fresh_ms == 0 or self._inbox.is_lost:
             return  # who is a tenant is not known
         deleted = set()
-        now_ms = (
-            self._clock.wall_ms()
-        )  # before it is known which files are read: a batch that begins later took none that is over
+        # Before it is known which files are read: a batch that begins later took none that is over.
+        now_ms = self._clock.wall_ms()
         inputs = await self._open_inputs()
         for tenant in await self._store.folders():
             owner = snapshot.tenants.get(tenant)

@@ -95,6 +95,12 @@ class BatchRecord(msgspec.Struct, frozen=True):
     output_expires_s: int | None = None
 
 
+class OpenBatch(msgspec.Struct, frozen=True):
+    """What a mark of an open batch says."""
+
+    tenant: str
+
+
 class BatchCounts(msgspec.Struct, frozen=True):
     """Lines. total of them, completed: with an answer; failed: with an error."""
 
