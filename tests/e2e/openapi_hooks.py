@@ -15,6 +15,7 @@ from tests.e2e.openapi_closing import close_answers
 
 from weir.api.functions import NAME_PATTERN
 from weir.api.generations import ALIAS_CHARS_MAX, OUTPUT_TOKENS_MAX, is_request_id
+from weir.core.batches.completion_window import WINDOW_PATTERN
 from weir.core.demands import CHOICES_MAX
 from weir.core.request import DEADLINE_MS_MAX
 
@@ -24,7 +25,9 @@ ALIAS_FIELDS = ("model_alias", "model")
 CHOICE_FIELDS = ("n", "best_of")
 """The simulated engine makes one choice, and the two must be the same, which a schema cannot say."""
 OURS = "req-"
-MESSAGES, MODELS, EMBEDDINGS = "/v1/messages", "/v1/models", "/v1/embeddings"
+MESSAGES, MODELS, EMBEDDINGS, FILES = "/v1/messages", "/v1/models", "/v1/embeddings", "/v1/files"
+LINE = f'{{"custom_id":"a","method":"POST","url":"/v1/completions","body":{{"model":"{ALIAS}","prompt":"a","max_tokens":1}}}}'
+WINDOW = "24h"
 PAGING, VERSION = ("limit", "after_id", "before_id"), "anthropic-version"
 BOUND_FIELDS = ("max_output_tokens", "max_tokens", "max_completion_tokens")
 
@@ -53,6 +56,8 @@ def before_call(_: HookContext, case: Case[Any], __: dict[str, Any]) -> None:
         _make_servable(body, VECTORS if case.operation.path == EMBEDDINGS else ALIAS)
         if case.operation.path.startswith(MESSAGES):
             _make_conversation(body.get("messages"))
+        if case.operation.path == FILES:
+            _make_lines(body)
         case.body = body
     headers: Any = case.headers or {}
     if case.operation.path == MODELS and case.query:
@@ -78,7 +83,15 @@ def _make_servable(body: dict[str, Any], alias: str) -> None:
         body["deadline_ms"] = DEADLINE_MS
     if is_request_id(given := body.get("request_id")):
         body["request_id"] = _unused(given)
+    if isinstance(window := body.get("completion_window"), str) and window and re.search(WINDOW_PATTERN, window):
+        body["completion_window"] = WINDOW
     _name_tools(body)
+
+
+def _make_lines(body: dict[str, Any]) -> None:
+    """A file of lines: a schema cannot say what is in it."""
+    if isinstance(given := body.get("file"), str) and given:
+        body["file"] = LINE
 
 
 def _make_conversation(turns: Any) -> None:

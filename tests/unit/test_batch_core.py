@@ -246,22 +246,45 @@ def test_the_dearer_of_both_revisions_of_a_rollout_counts() -> None:
         ("1s", 1_000),
         ("168h", WINDOW_MS_MAX),
         ("604800s", WINDOW_MS_MAX),
+        ("1h30m", 5_400_000),
+        ("1h0m1s", 3_601_000),
+        ("1m30s", 90_000),
     ],
 )
-def test_a_window_is_a_number_and_a_unit(text: str, expected: int) -> None:
+def test_a_window_is_numbers_and_units(text: str, expected: int) -> None:
     """Protects OpenAI's one value and the others that are taken."""
     assert window_ms(text) == expected
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "h", "24", "0s", "169h", "604801s", "999999h", "1d", "-1h", "+1h", "1.5h", " 1h", "1h ", "1h\n", "1h30m", "٣h", "1H"],
+    [
+        "",
+        "h",
+        "24",
+        "0s",
+        "169h",
+        "604801s",
+        "999999h",
+        "1d",
+        "-1h",
+        "+1h",
+        "1.5h",
+        " 1h",
+        "1h ",
+        "1h\n",
+        "30m1h",
+        "1h1h",
+        "168h1s",
+        "٣h",
+        "1H",
+    ],
 )
 def test_another_window_is_refused_by_name(text: str) -> None:
     """Protects the batch's end: what is no window, or no accepted one, is refused with what is."""
     with pytest.raises(errors.InvalidRequest) as caught:
         window_ms(text)
-    accepted = "a whole number and one of s, m, h, as 24h; from 1s to 168h"
+    accepted = "whole numbers of h, m and s, as 24h or 1h30m; from 1s to 168h"
     assert caught.value.members == {"field": "completion_window", "accepted": accepted}
 
 

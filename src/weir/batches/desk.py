@@ -28,6 +28,7 @@ from weir.core.batches.batch_records import (
     FileRecord,
     OpenBatch,
     Purpose,
+    id_pattern,
     new_id,
 )
 from weir.core.batches.batch_view import BatchView, view_of
@@ -55,7 +56,6 @@ _READS_AT_ONCE = 32
 _TOKEN_BYTES = 8
 _RETRY_AFTER_MS: Millis = 1_000
 _DAY_S = 86_400
-_ID = re.compile(rf"(?:{FILE_ID_PREFIX}|{BATCH_ID_PREFIX})[0-9a-f]{{11,64}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,7 +443,7 @@ class BatchDesk:
             raise errors.FileStoreUnavailable("What is recorded of it is damaged.") from None
 
     async def _find_file(self, tenant: str, file_id: str) -> FileRecord | None:
-        if not _ID.fullmatch(file_id):
+        if not re.fullmatch(id_pattern(FILE_ID_PREFIX), file_id):
             return None
         record = await self._read(file_keys.file_record(tenant, file_id), FileRecord)
         return record if record is not None and record.expires_ms > self._clock.wall_ms() else None
@@ -452,7 +452,7 @@ class BatchDesk:
         return await self._read(file_keys.batch_record(tenant, batch_id), BatchRecord)
 
     async def _view(self, tenant: str, batch_id: str) -> BatchView | None:
-        if not _ID.fullmatch(batch_id):
+        if not re.fullmatch(id_pattern(BATCH_ID_PREFIX), batch_id):
             return None
         record = await self._record(tenant, batch_id)
         if record is None:

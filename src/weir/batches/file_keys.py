@@ -4,7 +4,7 @@
 <tenant>/batches/<batch>.json as asked for          <tenant>/batches/<batch>.cancel  that it was given up
                 /<batch>.progress                   <tenant>/batches/<batch>.end     how it ended, once
 <tenant>/<batch>/<number>.<worker>                  what its lines became, in groups
-open.batches/open/<batch>                           names the tenant; there until it has ended
+_open/batches/<batch>                               names the tenant; there until it has ended
 """
 
 OPEN_FOLDER = "_open/batches"

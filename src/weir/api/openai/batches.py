@@ -9,7 +9,7 @@ from weir.api.openai.files import ANCHOR, EXPIRY_FIELDS, EXPIRY_S_MAX, EXPIRY_S_
 from weir.api.openai.list_query import ListQuery
 from weir.api.wire import Fields, Rendered, openai_error, refuse_field
 from weir.batches.desk import BatchOrder
-from weir.core.batches.batch_records import ENDPOINTS, BatchFault, BatchStatus
+from weir.core.batches.batch_records import BATCH_ID_PREFIX, ENDPOINTS, BatchFault, BatchStatus
 from weir.core.batches.batch_view import BatchView
 from weir.units import Millis
 
@@ -59,7 +59,7 @@ class BatchesSurface:
         principal = self._door.authenticate(call)
         query = ListQuery(call.exchange.query, QUERY)
         limit = query.limit(BATCHES_PAGE, BATCHES_PAGE_MAX)
-        views, has_more = await self._door.desk().batches(principal, query.after(), limit)
+        views, has_more = await self._door.desk().batches(principal, query.after(BATCH_ID_PREFIX), limit)
         await self._door.send_json(call, page_object([batch_object(view) for view in views], has_more=has_more))
 
     async def _show(self, call: Call) -> None:

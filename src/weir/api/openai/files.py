@@ -13,7 +13,7 @@ from weir.api.openai.list_query import ListQuery
 from weir.api.openai.upload_form import FORM_BYTES_MAX, FileBegun, FormField, Told, UploadForm
 from weir.api.wire import Rendered, id_headers, limit_headers, openai_error, refuse_field
 from weir.batches.desk import BatchDesk, Upload
-from weir.core.batches.batch_records import FileRecord, Purpose
+from weir.core.batches.batch_records import FILE_ID_PREFIX, FileRecord, Purpose
 from weir.core.tenancy import Principal
 
 _PATH = "/v1/files"
@@ -24,7 +24,7 @@ EXPIRY_FIELDS = ("anchor", "seconds")
 ANCHOR = "created_at"
 QUERY = ("purpose", "limit", "order", "after")
 SECONDS_ACCEPTED = f"a whole number from {EXPIRY_S_MIN} to {EXPIRY_S_MAX}"
-_ANCHOR_FIELD, _SECONDS_FIELD = "expires_after[anchor]", "expires_after[seconds]"
+ANCHOR_FIELD, SECONDS_FIELD = "expires_after[anchor]", "expires_after[seconds]"
 _MANY = 200
 
 
@@ -87,7 +87,7 @@ class FilesSurface:
         found, has_more = await self._door.desk().files(
             principal,
             None if purpose is None else Purpose(purpose),
-            query.after(),
+            query.after(FILE_ID_PREFIX),
             query.limit(FILES_PAGE_MAX, FILES_PAGE_MAX),
             is_rising=query.word("order", ORDERS) == "asc",
         )
@@ -155,14 +155,14 @@ class _ArrivingFile:
         return await self._upload.finish()
 
     def _expiry_s(self) -> int | None:
-        anchor, seconds = self._fields.get(_ANCHOR_FIELD), self._fields.get(_SECONDS_FIELD)
+        anchor, seconds = self._fields.get(ANCHOR_FIELD), self._fields.get(SECONDS_FIELD)
         if anchor is None and seconds is None:
             return None
         if anchor != ANCHOR:
-            refuse_field(_ANCHOR_FIELD, ANCHOR)
+            refuse_field(ANCHOR_FIELD, ANCHOR)
         digits = seconds or ""
         if not (digits.isascii() and digits.isdigit() and len(digits) <= 7 and EXPIRY_S_MIN <= int(digits) <= EXPIRY_S_MAX):
-            refuse_field(_SECONDS_FIELD, SECONDS_ACCEPTED)
+            refuse_field(SECONDS_FIELD, SECONDS_ACCEPTED)
         return int(digits)
 
     async def abort(self) -> None:

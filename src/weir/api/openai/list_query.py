@@ -1,12 +1,12 @@
 """The query of a list: which page is asked for. Everything else is refused by its name."""
 
+import re
 from collections.abc import Sequence
 from urllib.parse import parse_qsl
 
 from weir import errors
 from weir.api.wire import refuse_field
-
-CURSOR_CHARS_MAX = 100
+from weir.core.batches.batch_records import id_pattern
 
 
 class ListQuery:
@@ -29,12 +29,12 @@ class ListQuery:
             refuse_field("limit", f"a whole number from 1 to {high}")
         return int(value)
 
-    def after(self) -> str:
-        """The id behind which the page begins; empty for the first. Raises InvalidRequest."""
-        value = self._values.get("after", "")
-        if "after" in self._values and not (1 <= len(value) <= CURSOR_CHARS_MAX and value.isascii()):
-            refuse_field("after", f"an id of 1 to {CURSOR_CHARS_MAX} characters")
-        return value
+    def after(self, prefix: str) -> str:
+        """The id behind which the page begins; empty for the first. prefix: of the ids listed. Raises InvalidRequest."""
+        value = self._values.get("after")
+        if value is not None and not re.fullmatch(id_pattern(prefix), value):
+            refuse_field("after", f"an id of this list, {prefix}…")
+        return value or ""
 
     def word(self, name: str, accepted: Sequence[str]) -> str | None:
         """One of these, None where it is absent. Raises InvalidRequest."""

@@ -1,5 +1,7 @@
 """OpenAI's files and batches: what is uploaded, asked for, shown and given up."""
 
+from collections.abc import Mapping
+
 from weir import errors
 from weir.api.openai import batches, files, upload_form
 from weir.api.openapi.answers import CONNECTION, OPENAI, PROBLEM, WITH_KEY, Answers, Errors, answer, refusals, together
@@ -20,7 +22,8 @@ from weir.api.openapi.json_schema import (
 )
 from weir.api.openapi.openai_parts import metadata_field
 from weir.api.openapi.surface_description import SurfaceDescription
-from weir.core.batches.batch_records import BATCH_ID_PREFIX, ENDPOINTS, FILE_ID_PREFIX, BatchStatus, Purpose
+from weir.core.batches.batch_records import BATCH_ID_PREFIX, ENDPOINTS, FILE_ID_PREFIX, BatchStatus, Purpose, id_pattern
+from weir.core.batches.completion_window import WINDOW_PATTERN
 
 _TAG = "OpenAI files and batches"
 _SECOND = "in seconds since 1970"
@@ -42,10 +45,14 @@ def _upload_request() -> Json:
     fields = {
         "file": {**content, "contentMediaType": "application/octet-stream"},
         "purpose": only("What it is for.", Purpose.BATCH.value, "string"),
-        "expires_after[anchor]": optional(anchor),
-        "expires_after[seconds]": optional(seconds),
+        files.ANCHOR_FIELD: anchor,
+        files.SECONDS_FIELD: seconds,
     }
-    return request_object("A file to store.", fields, ["file", "purpose"])
+    form = answer_object(
+        "A file to store, as a form: a field of it is there or absent, and never null.", fields, ["file", "purpose"]
+    )
+    together_only = {files.ANCHOR_FIELD: [files.SECONDS_FIELD], files.SECONDS_FIELD: [files.ANCHOR_FIELD]}
+    return {**form, "dependentRequired": together_only, "additionalProperties": False}
 
 
 def _batch_request() -> Json:
@@ -56,6 +63,7 @@ def _batch_request() -> Json:
             "For how long it is tried: numbers with `h`, `m`, `s`, from `1s` to 7 days.",
             shortest=1,
             longest=batches.WINDOW_CHARS_MAX,
+            pattern=WINDOW_PATTERN,
         ),
         "metadata": metadata_field(),
         "output_expires_after": ref("BatchOutputExpiry"),
@@ -174,9 +182,19 @@ def _operation(operation_id: str, summary: str, description: str, answers: Answe
     }
 
 
-def _answers(description: str, component: str, tree: Errors) -> Answers:
+def _answers(description: str, component: str, tree: Errors, links: Json | None = None) -> Answers:
     content = {"application/json": {"schema": ref(component)}}
-    return _with_refusals(answer(description, content), tree)
+    made = answer(description, content)
+    return _with_refusals({**made, "links": links} if links else made, tree)
+
+
+def _links(parameter: str, followed: Mapping[str, str]) -> Json:
+    """From an answer to what its id is a parameter of. followed: operations and what each does."""
+    by_id = {parameter: "$response.body#/id"}
+    return {
+        operation: {"operationId": operation, "parameters": by_id, "description": description}
+        for operation, description in followed.items()
+    }
 
 
 def _with_refusals(made: Json, tree: Errors) -> Answers:
@@ -189,7 +207,7 @@ def _id_in_path(name: str, prefix: str) -> Json:
         "in": "path",
         "required": True,
         "description": "An id of your tenant's; every application of it sees the same ones.",
-        "schema": {"type": "string", "pattern": f"^{prefix}[0-9a-f]{{11,64}}$"},
+        "schema": {"type": "string", "pattern": id_pattern(prefix)},
     }
 
 
@@ -197,9 +215,9 @@ def _query(name: str, description: str, schema: Json) -> Json:
     return {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
 
 
-def _paging(page: int, most: int) -> list[Json]:
+def _paging(page: int, most: int, prefix: str) -> list[Json]:
     size = {"type": "integer", "minimum": 1, "maximum": most, "default": page}
-    cursor = {"type": "string", "pattern": "^[a-z0-9_-]{1,100}$"}
+    cursor = {"type": "string", "pattern": id_pattern(prefix)}
     return [_query("limit", "How many a page has.", size), _query("after", "The page right behind this id.", cursor)]
 
 
@@ -210,7 +228,8 @@ def _upload() -> Json:
     )
     form = {"multipart/form-data": {"schema": ref("FileUpload")}}
     body = {"required": True, "description": "The file and what it is for.", "content": form}
-    answers = _answers("The file, stored.", "File", _UPLOADED)
+    followed = {"getFile": "Show it.", "getFileContent": "Read it.", "deleteFile": "Delete it."}
+    answers = _answers("The file, stored.", "File", _UPLOADED, _links("file_id", followed))
     return {**_operation("createFile", "Upload a file", described, answers), "requestBody": body}
 
 
@@ -218,7 +237,7 @@ def _files() -> Json:
     query = [
         _query("purpose", "Only files for this.", {"type": "string", "enum": list(Purpose)}),
         _query("order", "By age.", {"type": "string", "enum": list(files.ORDERS), "default": "desc"}),
-        *_paging(files.FILES_PAGE_MAX, files.FILES_PAGE_MAX),
+        *_paging(files.FILES_PAGE_MAX, files.FILES_PAGE_MAX, FILE_ID_PREFIX),
     ]
     described = "Uploads and results that have not expired, the youngest first. Any other query is refused by name."
     return {
@@ -251,8 +270,14 @@ def _batch_paths() -> dict[str, dict[str, Json]]:
     described = (
         "Its lines run one by one as this key, within its limits. A file whose worst case no limit could ever take is refused."
     )
+    followed = {"getBatch": "How far it is.", "cancelBatch": "Give it up."}
     create = {
-        **_operation("createBatch", "Create a batch", described, _answers("The batch, to be run.", "Batch", _CREATED)),
+        **_operation(
+            "createBatch",
+            "Create a batch",
+            described,
+            _answers("The batch, to be run.", "Batch", _CREATED, _links("batch_id", followed)),
+        ),
         "requestBody": body_of("BatchRequest", "What to run.", _EXAMPLE),
     }
     page = {
@@ -262,7 +287,7 @@ def _batch_paths() -> dict[str, dict[str, Json]]:
             "The youngest first. Any other query is refused by name.",
             _answers("A page.", "BatchList", _LISTED),
         ),
-        "parameters": _paging(batches.BATCHES_PAGE, batches.BATCHES_PAGE_MAX),
+        "parameters": _paging(batches.BATCHES_PAGE, batches.BATCHES_PAGE_MAX, BATCH_ID_PREFIX),
     }
     show = _operation("getBatch", "Show a batch", "How far it is.", _answers("The batch.", "Batch", _STORED))
     described = "No further line begins. What is done is kept; one that has ended is refused."

@@ -157,6 +157,11 @@ def new_id(prefix: str, now_wall_ms: Millis, token: bytes) -> str:
     return f"{prefix}{now_wall_ms:0{_TIME_DIGITS}x}{token.hex()}"
 
 
+def id_pattern(prefix: str) -> str:
+    """What every id of this kind fits, as a regular expression for the whole of it."""
+    return f"^{prefix}[0-9a-f]{{{_TIME_DIGITS},64}}$"
+
+
 def line_request_id(batch_id: str, line: int) -> str:
     """The request id of a line: by it the ledger charges each line once. line: 1-based."""
     return f"{batch_id}:{line}"
