@@ -48,6 +48,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "retry_percent": (0, 100),
     "backlog_percent": (1, 1_000),
     "batch_share_percent": (1, 99),
+    "yield_after_ms": (1, 60_000),
     "concurrency_min_percent": (1, 100),
     "leeway_ms": (0, 300_000),
     "line_bytes_max": (1_024, 8 * 1024 * 1024),
@@ -119,6 +120,7 @@ class CoordinatorConfig:
     store_wait_ms: Millis = 2_000  # a write later than this fails what waits for it
     backlog_percent: int = 100  # of each workload class's backlog: less is quicker for who asks little, and wastes engine time
     batch_share_percent: int = 10  # of a pool that batch requests get while interactive ones wait too
+    yield_after_ms: Millis = 250  # an interactive request's wait after which a batch's line on an idle lane gives it up
     concurrency_min_percent: int = 25  # of a replica's concurrency that adaptation leaves; 100: it never adapts
     group_ms: Millis = 5  # between the starts of two ledger writes: shorter costs CPU, longer delays whole answers
     delivery_step_tokens: Tokens = 256

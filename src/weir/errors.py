@@ -48,6 +48,7 @@
     ├── PlatformFault                    a part of Weir itself failed
     │   ├── CoordinatorLost              503 coordinator_lost
     │   ├── LinkFault                    (never leaves the process) a link between parts broke, or was refused
+    │   ├── Preempted                    503 preempted              a batch's line made room for somebody who waits
     │   ├── Shutdown                     503 shutdown
     │   └── InternalError                500 internal_error
     └── StoreFault
@@ -314,6 +315,10 @@ class LinkFault(PlatformFault):
     def __init__(self, detail: str = "", *, is_final: bool = False, **rest: Any) -> None:
         super().__init__(detail, **rest)
         self.is_final = is_final
+
+
+class Preempted(PlatformFault):
+    code, http_status, title = "preempted", 503, "The request gave up its place to one that somebody waits for"
 
 
 class Shutdown(PlatformFault):

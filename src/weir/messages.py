@@ -91,6 +91,7 @@ class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
     """Ask for a grant. deadline_left_ms: time from now to the last token, ≥ 1. waited_ns: time since the request was read.
 
     prefix: keyed digests of the prompt's beginnings, at the marks of `core/routing/prefixes.py`; empty where none are kept.
+    yields: on a lane that nobody else waited for it may be ended as `preempted` while it runs.
     """
 
     ref: int
@@ -116,6 +117,7 @@ class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
     waited_ns: Count
     session_key: str | None = None
     prefix: tuple[bytes, ...] = ()
+    yields: bool = False
 
 
 def later(acquire: Acquire, elapsed_ms: Millis) -> Acquire:

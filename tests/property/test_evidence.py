@@ -37,7 +37,7 @@ OUTCOMES = {
         "quarantined",
         "engine_rejected",
     },
-    Outcome.NOT_COUNTED: {"revoked", "queue_wait", "ledger_unavailable", "coordinator_lost", "shutdown"},
+    Outcome.NOT_COUNTED: {"revoked", "queue_wait", "ledger_unavailable", "coordinator_lost", "shutdown", "preempted"},
 }
 
 

@@ -14,7 +14,7 @@ from weir.core.batches.pacing import (
     Wait,
     after_failure,
     after_refusal,
-    has_waited_in_vain,
+    was_in_vain,
 )
 from weir.core.endings import ENDING_BY_REASON, FinishReason, Status
 
@@ -62,6 +62,7 @@ WAITS = {
     "coordinator_lost",
     "link_fault",
     "shutdown",
+    "preempted",
     "internal_error",
     "artifacts_unavailable",
     "file_store_unavailable",
@@ -147,6 +148,7 @@ ENDS_WAITED_FOR = {
     FinishReason.LEDGER_UNAVAILABLE,
     FinishReason.COORDINATOR_LOST,
     FinishReason.SHUTDOWN,
+    FinishReason.PREEMPTED,
 }
 COMPLETED = {reason for reason, rule in ENDING_BY_REASON.items() if rule.status is Status.COMPLETED}
 
@@ -179,5 +181,10 @@ def test_a_completed_line_is_no_failure(reason: FinishReason) -> None:
 
 def test_time_that_was_over_in_a_queue_is_no_try() -> None:
     """Protects lines on full pools: only what ran until its deadline counts against the tries of a line."""
-    assert has_waited_in_vain(FinishReason.DEADLINE, 0)
-    assert not has_waited_in_vain(FinishReason.DEADLINE, 1) and not has_waited_in_vain(FinishReason.ENGINE_ERROR, 0)
+    assert was_in_vain(FinishReason.DEADLINE, 0)
+    assert not was_in_vain(FinishReason.DEADLINE, 1) and not was_in_vain(FinishReason.ENGINE_ERROR, 0)
+
+
+def test_what_made_room_for_somebody_else_is_no_try() -> None:
+    """Protects lines on busy pools: they give way as often as they must, and each of their own tries is left to them."""
+    assert was_in_vain(FinishReason.PREEMPTED, 0) and was_in_vain(FinishReason.PREEMPTED, 100)

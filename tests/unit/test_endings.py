@@ -28,6 +28,7 @@ ROWS = [
     ("failed", "ledger_unavailable", 503, 503, "ledger_unavailable", True, PLATFORM, BAD),
     ("failed", "coordinator_lost", 503, 503, "coordinator_lost", True, PLATFORM, BAD),
     ("failed", "shutdown", 503, 503, "shutdown", True, PLATFORM, BAD),
+    ("failed", "preempted", 503, 503, "preempted", True, PLATFORM, NOT_COUNTED),
     ("failed", "quarantined", 422, 422, "quarantined", False, PLATFORM, BAD),
     ("failed", "engine_rejected", 400, 400, "engine_rejected", False, NOBODY, NOT_COUNTED),
 ]

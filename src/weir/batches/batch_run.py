@@ -31,7 +31,7 @@ from weir.core.batches.batch_records import (
     line_request_id,
 )
 from weir.core.batches.input_lines import InputLine
-from weir.core.batches.pacing import After, GiveUp, Pause, Wait, after_failure, after_refusal, has_waited_in_vain
+from weir.core.batches.pacing import After, GiveUp, Pause, Wait, after_failure, after_refusal, was_in_vain
 from weir.core.batches.result_lines import answer_line, error_line
 from weir.core.batches.worst_case import refuse_unaffordable
 from weir.core.endings import Status
@@ -216,7 +216,7 @@ class BatchRun:
             else:
                 record = outcome.record
                 assert record is not None and record.finish_reason is not None
-                executions, refusals = executions + (not has_waited_in_vain(record.finish_reason, record.output_tokens)), 0
+                executions, refusals = executions + (not was_in_vain(record.finish_reason, record.output_tokens)), 0
                 after = after_failure(record.finish_reason, max(1, executions))
             match after:
                 case GiveUp():
@@ -244,7 +244,7 @@ class BatchRun:
             client.status, client.body = parts.refused_for(record.endpoint, wrong)
             return Outcome(wrong)
         deadline_ms = min(request.deadline_ms or DEADLINE_MS_MAX, left_ms)
-        request = replace(request, request_id=request_id, deadline_ms=deadline_ms)
+        request = replace(request, request_id=request_id, deadline_ms=deadline_ms, yields=True)
         answer = LineAnswer(shown)
         await parts.gateway.generate(principal, request, answer, surface, secure=partial(self._secure, line.number))
         outcome = answer.outcome

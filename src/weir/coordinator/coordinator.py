@@ -121,6 +121,7 @@ class Coordinator:
         self._blame = Blame(parts.clock, parts.fleet)
         turns = Turns(lambda tenant: self._snapshot.tenants[tenant].weight, parts.order)
         self._dispatcher = Dispatcher(parts.clock, parts.config, parts.fleet, parts.journal, self._settler, turns)
+        self._dispatcher.preemption.stop = self._ask_to_stop
         self._takeover = self._compose_takeover(parts)
         self._dispatcher.may_grant = lambda: parts.leads() and not self._takeover.is_recovering
         wait_ns = ns_from_ms(parts.config.store_wait_ms)

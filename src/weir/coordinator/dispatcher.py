@@ -21,6 +21,7 @@ from weir.coordinator.explain import DoorFigures
 from weir.coordinator.fleet import START_EXPECTED_MS, Fleet, PoolView
 from weir.coordinator.journal import Journal
 from weir.coordinator.pool_domains import PoolDomains
+from weir.coordinator.preemption import Preemption
 from weir.coordinator.settler import Settler
 from weir.core.admission import Door, door_refusal
 from weir.core.endings import FinishReason
@@ -97,6 +98,7 @@ class Dispatcher:
         self._queued: dict[ExecutionId, Execution] = {}
         self._lengths = OutputLengths()
         self.may_grant: Callable[[], bool] = lambda: True
+        self.preemption = Preemption(config.yield_after_ms, lambda: self.may_grant())
         self.grants_when_durable = False
         settler.on_ended = self._ended
 
@@ -129,6 +131,7 @@ class Dispatcher:
             lanes, free = self._lanes(domains, asked.service_class, need, (usable, free), avoid)
             if avoid is None:
                 wait_ms = domain.predicted_wait_ms(asked.tenant, lanes, free, now_ns)
+                wait_ms = self.preemption.shortened(domains, asked.service_class, wait_ms)
             else:
                 wait_ms = domain.predicted_retry_ms(lanes, free, now_ns)
         return Door(
@@ -182,11 +185,12 @@ class Dispatcher:
 
     def start(self, execution: Execution) -> None:
         """Dispatch what can start; if this one must wait, watch how long."""
-        self._schedule(self._pools[execution.pool])
+        domains = self._pools[execution.pool]
+        self._schedule(domains)
         if isinstance(execution.state, Queued):
             self._note_wait(execution)
-            usable = self._pools[execution.pool].view.lanes.usable
-            self._domain_of(execution).has_to_wait(usable, self._clock.monotonic_ns())
+            self._domain_of(execution).has_to_wait(domains.view.lanes.usable, self._clock.monotonic_ns())
+            self.preemption.look_soon(domains)
             self._watch_the_wait(execution)
 
     def _note_wait(self, execution: Execution) -> None:
@@ -273,7 +277,9 @@ class Dispatcher:
         attempt = execution.state.attempt
         candidates = self._candidates(execution, start.waiting.need, start.waiting.avoid, replica)
         lane = self._take_lane(execution, start.site, now_ns)
-        execution.placements.append(Placement(replica, lane, attempt, now_ns, start.site.cached_tokens))
+        placement = Placement(replica, lane, attempt, now_ns, start.site.cached_tokens)
+        execution.placements.append(placement)
+        self.preemption.took_lane(domains, execution, placement)
         self._timelines.dispatched(execution, replica, candidates)
         most = min(self._config.delivery_step_tokens, execution.admit.worst.output_tokens) if asked.stream else 0
         address = self._fleet.address_of(replica.name)
@@ -302,6 +308,7 @@ class Dispatcher:
         placement.replica, placement.lane = replica, replica.retake_lane(lane, kv_tokens, unread, now_ns)
         if placement.lane is not None:
             self._domain_of(execution).resume(execution, placement)
+            self.preemption.took_lane(self._pools[execution.pool], execution, placement)
 
     def append_step(self, execution: Execution, delivered_max: Tokens, withheld: Granted | None = None) -> None:
         """Book output up to delivered_max ahead of its delivery; its gateway hears once it is durable. withheld: told then."""
@@ -351,6 +358,7 @@ class Dispatcher:
     def lane_freed(self, execution: Execution, placement: Placement) -> None:
         """A lane that it took is free again; `schedule` follows."""
         self._domain_of(execution).lane_freed(execution, placement, self._clock.monotonic_ns())
+        self.preemption.freed_lane(self._pools[execution.pool], execution, placement)
 
     def _ended(self, execution: Execution) -> None:
         domain, placement, now_ns = self._domain_of(execution), execution.placement, self._clock.monotonic_ns()

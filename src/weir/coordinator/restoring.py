@@ -108,6 +108,7 @@ def as_told(stored: Acquire, told: Acquire) -> Acquire:
         waited_ns=max(0, told.waited_ns),
         session_key=told.session_key,
         prefix=told.prefix,
+        yields=told.yields,
     )
 
 

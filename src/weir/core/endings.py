@@ -41,6 +41,7 @@ class FinishReason(StrEnum):
     LEDGER_UNAVAILABLE = "ledger_unavailable"
     COORDINATOR_LOST = "coordinator_lost"
     SHUTDOWN = "shutdown"
+    PREEMPTED = "preempted"
     QUARANTINED = "quarantined"
     ENGINE_REJECTED = "engine_rejected"
 
@@ -138,6 +139,8 @@ _ROWS = (
     _failed(FinishReason.LEDGER_UNAVAILABLE, errors.LedgerUnavailable),
     _failed(FinishReason.COORDINATOR_LOST, errors.CoordinatorLost),
     _failed(FinishReason.SHUTDOWN, errors.Shutdown),
+    # Only what agreed to it ends so, and runs again by itself.
+    EndingRule(Status.FAILED, FinishReason.PREEMPTED, errors.Preempted, Payer.PLATFORM, Availability.NOT_COUNTED, True),
     EndingRule(Status.FAILED, FinishReason.QUARANTINED, errors.Quarantined, Payer.PLATFORM, Availability.BAD),
     EndingRule(
         Status.FAILED,

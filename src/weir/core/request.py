@@ -79,7 +79,8 @@ class InferenceRequest:
     prompt: one string (a plain prompt for base models, one user message for chat models) or a conversation. is_plain: a string
     that a chat model completes too, without its chat template. Texts to embed are in the demands, beside an empty plain prompt.
     max_output_tokens: int ≥ 1 or None for the alias's default. deadline_ms: 1–3,600,000 or None for the class's default.
-    request_id: the caller's idempotency key, or None. retain: its events are kept for later readers.
+    request_id: the caller's idempotency key, or None. retain: its events are kept for later readers. yields: nobody waits for
+    it, so that it may be preempted while it runs on capacity that was idle, and is sent again then; never of what is streamed.
     """
 
     model_alias: str
@@ -93,6 +94,7 @@ class InferenceRequest:
     demands: Demands = NO_DEMANDS
     is_plain: bool = False
     retain: bool = False
+    yields: bool = False
 
     @property
     def prompt_bytes(self) -> int:

@@ -299,4 +299,5 @@ def acquire_of(plan: Plan, ids: Ids, digest: bytes, prefix: tuple[bytes, ...], s
         waited_ns=waited_ns,
         session_key=request.session,
         prefix=prefix,
+        yields=request.yields and not request.stream,
     )

@@ -19,6 +19,7 @@ PAYS_NOTHING = {
     "ledger_unavailable",
     "coordinator_lost",
     "shutdown",
+    "preempted",
     "engine_rejected",
     "quarantined",
 }

@@ -387,6 +387,7 @@ class World:
             deadline_ms=order.deadline_ms,
             stream=order.stream,
             request_id=order.request_id,
+            yields=principal_of(order.tenant, order.caller).service_class is ServiceClass.BATCH,
         )
         await cell.gateway.generate(principal_of(order.tenant, order.caller), request, exchange.answer, "sim")
         exchange.is_done = True

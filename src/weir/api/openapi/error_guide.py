@@ -186,6 +186,10 @@ GUIDE: Mapping[type[WeirError], Advice] = {
     errors.CoordinatorLost: Advice(
         "No coordinator can be reached, or the one that ran the request was lost.", _SEND_AGAIN, Wait.ESTIMATE
     ),
+    errors.Preempted: Advice(
+        "A line of a batch gave up its place to a request that somebody waits for; its batch runs it again.",
+        "Nothing: no result file shows it.",
+    ),
     errors.Shutdown: Advice("The platform is shutting down.", "Send it again, to another one.", Wait.ESTIMATE),
     errors.DeadlineExceeded: Advice("The deadline passed; you pay what was delivered.", "Give it longer, or ask for less."),
     errors.LinkFault: Advice("A link between parts broke, or was refused.", "Look at the log of both ends."),
@@ -215,6 +219,7 @@ ENDINGS_ONLY = (
     errors.Stalled,
     errors.DeadlineExceeded,
     errors.RequestCancelled,
+    errors.Preempted,
 )
 """Nothing is refused with these: an admitted request ends so."""
 

@@ -98,8 +98,8 @@ def after_refusal(code: str, retry_after_ms: Millis | None, members: Mapping[str
 def after_failure(reason: FinishReason, executions: int) -> After:
     """What follows an execution that was admitted and did not complete. executions ≥ 1: of this line, and not in vain.
 
-    A worker that left (`disconnect`) is no fault of the line's; nor is a replica that was lost: where the line is to blame its
-    quarantine says so.
+    A worker that left (`disconnect`) is no fault of the line's, nor is one that made room (`preempted`), nor a replica that was
+    lost: where the line is to blame its quarantine says so.
     """
     assert ending(reason).status is not Status.COMPLETED
     if reason in _ENDS_GIVEN_UP or (reason in _ENDS_TRIED_AGAIN and executions >= EXECUTIONS_MAX):
@@ -107,9 +107,9 @@ def after_failure(reason: FinishReason, executions: int) -> After:
     return _growing(executions)
 
 
-def has_waited_in_vain(reason: FinishReason, output_tokens: Tokens) -> bool:
-    """Whether an execution ended without having made anything: its time was over in a queue, no fault of the line's."""
-    return reason is FinishReason.DEADLINE and not output_tokens
+def was_in_vain(reason: FinishReason, output_tokens: Tokens) -> bool:
+    """Whether an execution says nothing of the line: its time was over in a queue, or it made room for somebody else."""
+    return reason is FinishReason.PREEMPTED or (reason is FinishReason.DEADLINE and not output_tokens)
 
 
 def _growing(times: int) -> Wait:

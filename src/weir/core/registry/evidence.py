@@ -64,6 +64,7 @@ _OUTCOME_BY_REASON: Mapping[FinishReason, Outcome] = {
     FinishReason.LEDGER_UNAVAILABLE: Outcome.NOT_COUNTED,
     FinishReason.COORDINATOR_LOST: Outcome.NOT_COUNTED,
     FinishReason.SHUTDOWN: Outcome.NOT_COUNTED,
+    FinishReason.PREEMPTED: Outcome.NOT_COUNTED,
     FinishReason.QUARANTINED: Outcome.ERROR,
     FinishReason.ENGINE_REJECTED: Outcome.ERROR,
 }

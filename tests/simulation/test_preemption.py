@@ -1,0 +1,252 @@
+"""A coordinator whose lanes are taken by lines of batches, and somebody who waits: who is asked to stop, and when.
+
+The gateway only listens. Each of two replicas has two lanes, unless a scene says otherwise.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from tests.simulation.session_stand import CONFIG, INPUT_TOKENS, Listening, Stand, finish_of, play, run_of
+
+from weir.core.endings import FinishReason
+from weir.core.ledger.records import SettleRecord
+from weir.core.metering import Basis
+from weir.core.scheduling.lent_lanes import YIELDS_MAX
+from weir.core.tenancy import ServiceClass
+from weir.messages import Admitted, AttemptUsage, Finish, Granted, Stopped, StopRequest
+
+LANES = 2
+GRACE_S = CONFIG.yield_after_ms / 1e3
+LINE = {"service_class": ServiceClass.BATCH, "stream": False, "yields": True}
+LONG = {"deadline_left_ms": 600_000}
+
+
+async def a_moment() -> None:
+    """For what is durable, and its answers."""
+    await asyncio.sleep(0.05)
+
+
+async def lines(gateway: Listening, number: int, tenant: int = 0) -> list[int]:
+    """So many lines of a batch, one after the other."""
+    refs = []
+    for _ in range(number):
+        refs.append(gateway.ask(tenant, **LINE | LONG))
+        await a_moment()
+    return refs
+
+
+def asked_to_stop(gateway: Listening, refs: Sequence[int]) -> list[int]:
+    """Those of them that were asked to make room."""
+    return [ref for ref in refs if FinishReason.PREEMPTED in [stop.reason for stop in gateway.about(ref, StopRequest)]]
+
+
+def make_room(gateway: Listening, ref: int) -> None:
+    """Its engine has stopped."""
+    made = AttemptUsage(INPUT_TOKENS, 0, 8, Basis.ENGINE)
+    gateway.say(Finish(ref, 1, FinishReason.PREEMPTED, delivered_tokens=0, usage=made))
+    gateway.say(Stopped(ref, 1, 20.0))
+
+
+async def end_all(stand: Stand, gateway: Listening, refs: Sequence[int]) -> None:
+    """Whatever runs ends by itself, as often as something follows."""
+    for _ in range(len(refs) + 1):
+        for ref in refs:
+            execution = stand.execution(ref)
+            if execution is not None and execution.end_record is None and gateway.about(ref, Granted):
+                gateway.end(ref)
+        await a_moment()
+
+
+def test_lines_make_room_for_those_who_wait() -> None:
+    """Protects whoever waits for an answer: after a grace as many lines as wait stop, the last first, at no tenant's cost."""
+
+    async def script(stand: Stand) -> None:
+        gateway = stand.gateway("one.1")
+        running = await lines(gateway, 4)
+        waiting = [gateway.ask(1, **LONG) for _ in range(2)]
+        await asyncio.sleep(0.8 * GRACE_S)
+        assert not asked_to_stop(gateway, running)
+        await asyncio.sleep(0.4 * GRACE_S)
+        assert asked_to_stop(gateway, running) == running[2:]
+        await asyncio.sleep(3 * GRACE_S)
+        assert asked_to_stop(gateway, running) == running[2:], "no other one, while these stop"
+        for ref in running[2:]:
+            make_room(gateway, ref)
+        await a_moment()
+        assert all(gateway.about(ref, Granted) for ref in waiting)
+        end = stand.end_of(running[3])
+        assert isinstance(end, SettleRecord) and (end.status, end.finish_reason) == ("failed", "preempted")
+        assert end.cost_microusd == 0 and end.platform_microusd > 0
+        await end_all(stand, gateway, [*running[:2], *waiting])
+        stand.check_accounts(0)
+
+    play(script, LANES)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"service_class": ServiceClass.INTERACTIVE},
+        {"service_class": ServiceClass.BATCH},
+        {"service_class": ServiceClass.BATCH, "stream": False},
+    ],
+    ids=["interactive", "batch application, streamed", "batch application, whole"],
+)
+def test_what_somebody_waits_for_never_makes_room(kind: dict[str, object]) -> None:
+    """Protects clients: only lines of batches are stopped for others."""
+
+    async def script(stand: Stand) -> None:
+        gateway = stand.gateway("one.1")
+        running = [gateway.ask(0, **kind | LONG) for _ in range(4)]
+        await a_moment()
+        waiting = gateway.ask(1, **LONG)
+        await asyncio.sleep(4 * GRACE_S)
+        assert not asked_to_stop(gateway, running) and not gateway.about(waiting, Granted)
+        await end_all(stand, gateway, [*running, waiting])
+
+    play(script, LANES)
+
+
+def test_batches_that_wait_make_nobody_stop() -> None:
+    """Protects batches from each other: a line waits for its turn."""
+
+    async def script(stand: Stand) -> None:
+        gateway = stand.gateway("one.1")
+        running = await lines(gateway, 4)
+        more = await lines(gateway, 2, tenant=1)
+        await asyncio.sleep(4 * GRACE_S)
+        assert not asked_to_stop(gateway, running)
+        await end_all(stand, gateway, [*running, *more])
+
+    play(script, LANES)
+
+
+def test_a_lane_that_was_given_up_is_whose_it_was_for() -> None:
+    """Protects whoever waits: lines that wait as well have no turn on it, and get theirs when a lane comes free by itself."""
+
+    async def script(stand: Stand) -> None:
+        gateway = stand.gateway("one.1")
+        running = await lines(gateway, 4)
+        behind = await lines(gateway, 3, tenant=2)
+        waiting = [gateway.ask(1, **LONG) for _ in range(3)]
+        await asyncio.sleep(1.2 * GRACE_S)
+        asked = asked_to_stop(gateway, running)
+        assert len(asked) == 3
+        for ref in asked:
+            make_room(gateway, ref)
+            await a_moment()
+        assert all(gateway.about(ref, Granted) for ref in waiting)
+        assert not any(gateway.about(ref, Granted) for ref in behind)
+        await end_all(stand, gateway, [*running, *behind, *waiting])
+
+    play(script, LANES)
+
+
+def test_a_line_that_gave_way_often_keeps_its_lane() -> None:
+    """Protects batches: what ran a few times in vain is not stopped again, and what has not still is."""
+
+    async def script(stand: Stand) -> None:
+        gateway = stand.gateway("one.1")
+        name = {"request_id": "again", "body_digest": b"the same"}
+        for _ in range(YIELDS_MAX):
+            ref = gateway.ask(0, **LINE | LONG | name)
+            await a_moment()
+            make_room(gateway, ref)
+            await a_moment()
+        often = gateway.ask(0, **LINE | LONG | name)
+        await a_moment()
+        (admitted,) = gateway.about(often, Admitted)
+        assert admitted.execution == YIELDS_MAX + 1
+        others = await lines(gateway, 3)
+        waiting = [gateway.ask(1, **LONG) for _ in range(4)]
+        await asyncio.sleep(2 * GRACE_S)
+        assert sorted(asked_to_stop(gateway, [often, *others])) == others
+        for ref in others:
+            make_room(gateway, ref)
+        gateway.end(often)
+        await a_moment()
+        for ref in waiting:
+            gateway.end(ref)
+        await a_moment()
+
+    play(script, LANES)
+
+
+def test_the_next_coordinator_asks_as_the_one_before() -> None:
+    """Protects whoever waits behind a takeover: lines that went on are known to yield."""
+
+    async def script(stand: Stand) -> None:
+        gateway = stand.gateway("one.1")
+        running = await lines(gateway, 4)
+        granted = {ref: gateway.about(ref, Granted)[0] for ref in running}
+        await stand.take_over()
+        again = stand.again(gateway)
+        for ref in running:
+            again.tell(ref, run_of(granted[ref]))
+        again.tell_all()
+        await asyncio.sleep(1)
+        waiting = again.ask(1, **LONG)
+        await asyncio.sleep(2 * GRACE_S)
+        (asked,) = asked_to_stop(again, running)
+        make_room(again, asked)
+        await a_moment()
+        assert again.about(waiting, Granted)
+        for ref in [*(each for each in running if each != asked), waiting]:
+            again.end(ref)
+        await a_moment()
+
+    play(script, LANES)
+
+
+def test_who_left_wants_no_lane() -> None:
+    """Protects lines: whoever gave up within the grace stops nothing."""
+
+    async def script(stand: Stand) -> None:
+        gateway = stand.gateway("one.1")
+        running = await lines(gateway, 4)
+        waiting = gateway.ask(1, **LONG)
+        await a_moment()
+        gateway.say(finish_of(waiting, attempt=0, reason=FinishReason.DISCONNECT))
+        await asyncio.sleep(4 * GRACE_S)
+        assert not asked_to_stop(gateway, running)
+        await end_all(stand, gateway, running)
+
+    play(script, LANES)
+
+
+def test_a_lane_that_is_free_is_nobody_s_loss() -> None:
+    """Protects lines: as long as there is room nothing stops."""
+
+    async def script(stand: Stand) -> None:
+        gateway = stand.gateway("one.1")
+        running = await lines(gateway, 3)
+        there = gateway.ask(1, **LONG)
+        await asyncio.sleep(4 * GRACE_S)
+        assert gateway.about(there, Granted) and not asked_to_stop(gateway, running)
+        await end_all(stand, gateway, [*running, there])
+
+    play(script, LANES)
+
+
+def test_one_that_would_be_made_room_for_is_not_refused() -> None:
+    """Protects short deadlines: lines that take minutes are no reason to refuse what one of them makes room for."""
+
+    async def script(stand: Stand) -> None:
+        gateway = stand.gateway("one.1")
+        for _ in range(6):  # so that it is known how long lines take
+            done = gateway.ask(0, **LINE | LONG)
+            await asyncio.sleep(20)
+            gateway.end(done)
+        running = await lines(gateway, 4)
+        hasty = gateway.ask(1, deadline_left_ms=10_000)
+        await a_moment()
+        assert gateway.about(hasty, Admitted)
+        await asyncio.sleep(1.2 * GRACE_S)
+        for ref in asked_to_stop(gateway, running):
+            make_room(gateway, ref)
+        await a_moment()
+        assert gateway.about(hasty, Granted)
+        await end_all(stand, gateway, [*running, hasty])
+
+    play(script, LANES)
