@@ -153,7 +153,7 @@ test: postgres proxies check models signing-tool node-sdks ## Everything that CI
 	$(call say,simulated worlds; many endings of real processes)
 	@$(PYTEST) -n $(WORKERS) -m "$(FAST)" tests/simulation tests/soak
 	$(call say,real engines)
-	@$(PYTEST) --ignore=tests/e2e -m "model and not slow" tests
+	@$(PYTEST) --ignore=tests/e2e --ignore=tests/docs -m "model and not slow" tests
 	$(call say,end to end)
 	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow" tests/e2e tests/docs
 

@@ -108,6 +108,7 @@ def _check_execution(evidence: Evidence, seen: Seen) -> None:
         return
     assert seen.lost or seen.booked, f"{seen.id}: its gateway never heard that its end is durable"
     assert seen.end is not None or seen.lost
+    assert end.finish_reason is not FinishReason.PREEMPTED or (seen.acquire.yields and not seen.handed)
     if isinstance(end, ReleaseRecord):
         assert not seen.handed and (seen.attempts == 0 or seen.lost)
         assert end.finish_reason in PAYS_NOTHING | {"client", "disconnect", "slow_client", "deadline", "revoked"}
