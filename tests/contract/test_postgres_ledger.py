@@ -1,6 +1,7 @@
 """What the stores in PostgreSQL alone must withstand: lost connections, stopped servers, slow statements, two writers."""
 
 import asyncio
+import gc
 import signal
 from collections.abc import AsyncIterator, Iterator
 
@@ -19,6 +20,7 @@ from weir.ports import UsageQuery
 from weir.storage.postgres_catalog import create_postgres_engine
 from weir.storage.postgres_database import open_postgres, prepare_postgres
 from weir.storage.postgres_ledger import PostgresLedger
+from weir.storage.postgres_session import PostgresSession
 from weir.storage.schema import METADATA
 
 STATEMENT_MS = 300
@@ -349,3 +351,29 @@ async def test_a_database_that_cannot_be_used_is_refused_without_its_password() 
 def name_of(url: str) -> str:
     """The database of a URL."""
     return url.rpartition("/")[2]
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_told"), [(OSError("away"), False), (AssertionError("a bug"), True)], ids=["store", "bug"]
+)
+async def test_what_fails_for_a_caller_that_is_gone(url: str, fault: Exception, is_told: bool) -> None:
+    """Protects logs: a store that fails behind a time limit is no fault of the loop's, and a bug there is."""
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context.get("exception")))
+    session, begun, go_on = PostgresSession(url), asyncio.Event(), asyncio.Event()
+
+    async def work(connection: object) -> None:
+        begun.set()
+        await go_on.wait()
+        raise fault
+
+    asked = asyncio.get_running_loop().create_task(session.run(work))
+    await begun.wait()
+    asked.cancel()
+    await asyncio.wait([asked])
+    go_on.set()
+    await session.aclose()
+    fault.__traceback__ = None
+    del asked
+    gc.collect()
+    assert told == ([fault] if is_told else [])

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,10 +52,15 @@ class ArtifactsOffLoop:
         try:
             artifact = await asyncio.shield(opening)
         except asyncio.CancelledError:
-            opening.add_done_callback(lambda _: held.close())
+            opening.add_done_callback(partial(_close_unwanted, held))
             raise
         with held:
             yield artifact
 
     def _off_loop(self, work: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _close_unwanted(held: ExitStack, opened: asyncio.Future[OpenArtifact]) -> None:
+    if not opened.cancelled() and opened.exception() is None:
+        held.close()

@@ -70,6 +70,15 @@ async def connect(address: Address, statement_ms: Millis = STATEMENT_MS, opening
     return connection
 
 
+def _ended_unheard(task: "asyncio.Task[T]") -> None:
+    """That the store failed is nobody's news once the caller is gone; whatever else it was, the loop hears."""
+    fault = None if task.cancelled() else task.exception()
+    if fault is not None and not isinstance(fault, errors.WeirError):
+        task.get_loop().call_exception_handler(
+            {"message": "Work failed whose caller is gone", "exception": fault, "task": task}
+        )
+
+
 class PostgresSession:
     """connections: how many pieces of work run at once. opening: SQL for each new one. settings: of the server, for them.
 
@@ -98,7 +107,11 @@ class PostgresSession:
         task = asyncio.get_running_loop().create_task(self._run(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_ended_unheard)
+            raise
 
     async def _run(self, work: Work[T]) -> T:
         async with self._room:
