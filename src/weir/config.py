@@ -48,7 +48,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "retry_percent": (0, 100),
     "backlog_percent": (1, 1_000),
     "batch_share_percent": (1, 99),
-    "yield_after_ms": (1, 60_000),
+    "yield_after_ms": (10, 60_000),
     "concurrency_min_percent": (1, 100),
     "leeway_ms": (0, 300_000),
     "line_bytes_max": (1_024, 8 * 1024 * 1024),

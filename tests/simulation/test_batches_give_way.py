@@ -9,12 +9,12 @@ from typing import Any
 from tests.simulation.batch_world import Batches
 from tests.simulation.test_batches_in_time import played
 
+from weir.coordinator.preemption import RUNS_IN_VAIN_MAX
 from weir.core.batches.batch_records import BatchStatus
 from weir.core.batches.batch_view import BatchView
 from weir.core.endings import FinishReason
 from weir.core.ledger.records import SettleRecord
 from weir.core.registry.model import Pool
-from weir.core.scheduling.lent_lanes import YIELDS_MAX
 from weir.engines.simulated_text import NATURAL_TOKENS_MAX, natural_output_tokens
 from weir.sim.world import REVISION, SMALL_STEPS, Order, Spec, World
 from weir.units import Tokens
@@ -115,7 +115,7 @@ def test_a_line_that_gave_way_often_ends_all_the_same() -> None:
         asking = False
         await task
         gave_up = preempted(world)
-        assert max(gave_up.values()) >= YIELDS_MAX, "the questions came as often as this test needs"
+        assert max(gave_up.values()) >= RUNS_IN_VAIN_MAX, "the questions came as often as this test needs"
         # Of those that gave way often one at a time keeps its lane, and the others go on giving way.
         slow = [end for end in questions(world) if end.timing.ttft_ms and end.timing.ttft_ms >= SECOND_MS]
         assert not slow

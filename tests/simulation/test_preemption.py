@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import pytest
 from tests.simulation.session_stand import CONFIG, INPUT_TOKENS, Listening, Stand, finish_of, play, run_of
 
+from weir.coordinator.preemption import RUNS_IN_VAIN_MAX
 from weir.core.endings import FinishReason
 from weir.core.ledger.records import SettleRecord
 from weir.core.metering import Basis
-from weir.core.scheduling.lent_lanes import YIELDS_MAX
 from weir.core.tenancy import ServiceClass
-from weir.messages import Admitted, AttemptUsage, Finish, Granted, Stopped, StopRequest
+from weir.messages import Admitted, AttemptUsage, Down, Finish, Granted, Rejected, Stopped, StopRequest
 
 LANES = 2
 GRACE_S = CONFIG.yield_after_ms / 1e3
@@ -149,7 +149,7 @@ def test_a_line_that_gave_way_often_keeps_its_lane() -> None:
     async def script(stand: Stand) -> None:
         gateway = stand.gateway("one.1")
         name = {"request_id": "again", "body_digest": b"the same"}
-        for _ in range(YIELDS_MAX):
+        for _ in range(RUNS_IN_VAIN_MAX):
             ref = gateway.ask(0, **LINE | LONG | name)
             await a_moment()
             make_room(gateway, ref)
@@ -157,7 +157,7 @@ def test_a_line_that_gave_way_often_keeps_its_lane() -> None:
         often = gateway.ask(0, **LINE | LONG | name)
         await a_moment()
         (admitted,) = gateway.about(often, Admitted)
-        assert admitted.execution == YIELDS_MAX + 1
+        assert admitted.execution == RUNS_IN_VAIN_MAX + 1
         others = await lines(gateway, 3)
         waiting = [gateway.ask(1, **LONG) for _ in range(4)]
         await asyncio.sleep(2 * GRACE_S)
@@ -229,24 +229,87 @@ def test_a_lane_that_is_free_is_nobody_s_loss() -> None:
     play(script, LANES)
 
 
+def obey(gateway: Listening, after_s: float = 0.02) -> None:
+    """Lines of this gateway stop as they are asked to."""
+    deliver = gateway.deliver
+
+    def heard(message: Down) -> None:
+        deliver(message)
+        if isinstance(message, StopRequest):
+            asyncio.get_running_loop().call_later(after_s, make_room, gateway, message.ref)
+
+    gateway.deliver = heard  # type: ignore[method-assign]
+
+
+def replica_of(gateway: Listening, ref: int) -> str:
+    """Where its last attempt was placed."""
+    return gateway.about(ref, Granted)[-1].replica.name
+
+
+async def learned(gateway: Listening, seconds: float, times: int = 6, **whose: object) -> None:
+    """How long requests take, so that waits are predicted by it."""
+    for _ in range(times):
+        done = gateway.ask(3, **LONG | whose)
+        await asyncio.sleep(seconds)
+        gateway.end(done)
+
+
 def test_one_that_would_be_made_room_for_is_not_refused() -> None:
-    """Protects short deadlines: lines that take minutes are no reason to refuse what one of them makes room for."""
+    """Protects short deadlines: that answers took long is no reason to refuse what lines make room for, while there are any."""
 
     async def script(stand: Stand) -> None:
         gateway = stand.gateway("one.1")
-        for _ in range(6):  # so that it is known how long lines take
-            done = gateway.ask(0, **LINE | LONG)
-            await asyncio.sleep(20)
-            gateway.end(done)
+        await learned(gateway, 20)
         running = await lines(gateway, 4)
-        hasty = gateway.ask(1, deadline_left_ms=10_000)
-        await a_moment()
-        assert gateway.about(hasty, Admitted)
+        hasty = [gateway.ask(tenant, deadline_left_ms=10_000) for tenant in range(2)]
         await asyncio.sleep(1.2 * GRACE_S)
+        hasty.append(gateway.ask(2, deadline_left_ms=10_000))  # while the first two are on their way
+        await a_moment()
+        assert all(gateway.about(ref, Admitted) for ref in hasty)
+        obey(gateway)
         for ref in asked_to_stop(gateway, running):
             make_room(gateway, ref)
+        await asyncio.sleep(2 * GRACE_S)
+        assert all(gateway.about(ref, Granted) for ref in hasty)
+        await end_all(stand, gateway, [*running, *hasty])
+
+    play(script, LANES)
+
+
+def test_none_is_let_in_for_lines_that_keep_their_lanes() -> None:
+    """Protects deadlines: without a line that makes room the wait is predicted as ever."""
+
+    async def script(stand: Stand) -> None:
+        gateway = stand.gateway("one.1")
+        await learned(gateway, 20)
+        running = [gateway.ask(0, **LONG) for _ in range(4)]
         await a_moment()
-        assert gateway.about(hasty, Granted)
-        await end_all(stand, gateway, [*running, hasty])
+        hasty = gateway.ask(1, deadline_left_ms=10_000)
+        await a_moment()
+        assert gateway.about(hasty, Rejected)
+        await end_all(stand, gateway, running)
+
+    play(script, LANES)
+
+
+def test_a_promise_that_lines_keep_late_corrects_no_other() -> None:
+    """Protects tenants: that engines stop slowly says nothing of waits in which nobody makes room."""
+
+    async def script(stand: Stand) -> None:
+        gateway = stand.gateway("one.1")
+        obey(gateway, after_s=1.5)
+        await learned(gateway, 20, service_class=ServiceClass.BATCH)
+        for _ in range(6):
+            running = await lines(gateway, 4)
+            waiting = gateway.ask(1, **LONG)
+            await asyncio.sleep(3)
+            await end_all(stand, gateway, [*running, waiting])
+        busy = [gateway.ask(2, **LONG) for _ in range(4)]
+        await a_moment()
+        honest = [gateway.ask(tenant, **LONG) for tenant in (1, 0)]
+        await a_moment()
+        theirs, others = (execution.predicted_wait_ms for ref in honest if (execution := stand.execution(ref)) is not None)
+        assert theirs <= 2 * others
+        await end_all(stand, gateway, [*busy, *honest])
 
     play(script, LANES)

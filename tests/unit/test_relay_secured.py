@@ -7,7 +7,7 @@ from tests.unit.test_relay_attempts import STEP, Scene, play
 from weir import errors
 from weir.core.endings import FinishReason
 from weir.core.output import Delta, text_of
-from weir.messages import DeliveryBooked, Finish, HoldBooked
+from weir.messages import DeliveryBooked, Finish, HoldBooked, StopRequest
 
 
 class Keeper:
@@ -79,5 +79,20 @@ def test_it_may_end_otherwise_meanwhile() -> None:
         keeper.let.set()
         await asyncio.sleep(0.001)
         assert [report.reason for report in scene.of(Finish)] == [FinishReason.DEADLINE]
+
+    play(script, stream=False)
+
+
+def test_what_is_made_is_not_thrown_away_for_a_lane_that_comes_free() -> None:
+    """Protects the platform: a line that is asked to make room while its whole output is being kept completes."""
+
+    async def script(scene: Scene) -> None:
+        keeper = Keeper(scene)
+        await made(scene, keeper)
+        scene.relay.deliver(StopRequest(0, FinishReason.PREEMPTED))
+        keeper.let.set()
+        await asyncio.sleep(0.001)
+        [report] = scene.of(Finish)
+        assert report.reason in (FinishReason.STOP, FinishReason.LENGTH)
 
     play(script, stream=False)

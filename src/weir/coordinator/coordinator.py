@@ -354,6 +354,7 @@ class Coordinator:
             workload=self._snapshot.workload_class(asked.workload_class),
             predicted_wait_ms=offer.door.predicted_wait_ms,
             need=offer.need,
+            is_hastened=offer.is_hastened,
             assignment=self.canaries.assignment_of(asked),
         )
         taken = self._append_hold(execution)

@@ -35,6 +35,7 @@ from weir.core.routing.prefixes import cached_tokens
 from weir.core.routing.replica import Replica
 from weir.core.routing.retry import is_retryable
 from weir.core.scheduling.output_lengths import OutputLengths
+from weir.core.scheduling.queues import DomainQueue
 from weir.core.scheduling.schedule import Start, next_start
 from weir.core.tenancy import ServiceClass
 from weir.messages import Acquire, DeliveryBooked, Finish, Granted
@@ -51,11 +52,12 @@ class Turns:
 
 
 class Offer(msgspec.Struct, frozen=True, gc=False):
-    """What a pool can do for a request, before anything is taken."""
+    """What a pool can do for a request, before anything is taken. is_hastened: a line of a batch makes room for it."""
 
     pool: PoolView
     need: Need
     door: Door
+    is_hastened: bool = False
 
 
 def _start_of(deadline_ms: Millis, offer: Offer) -> tuple[bool, bool, Millis]:
@@ -98,7 +100,7 @@ class Dispatcher:
         self._queued: dict[ExecutionId, Execution] = {}
         self._lengths = OutputLengths()
         self.may_grant: Callable[[], bool] = lambda: True
-        self.preemption = Preemption(config.yield_after_ms, lambda: self.may_grant())
+        self.preemption = Preemption(clock, config.yield_after_ms, config.batch_share_percent, lambda: self.may_grant())
         self.grants_when_durable = False
         settler.on_ended = self._ended
 
@@ -117,7 +119,12 @@ class Dispatcher:
     def _offer(self, pool: PoolView, asked: Acquire, revision: Revision, workload: WorkloadClass) -> Offer:
         domain = self._domain(pool.name, asked.service_class)
         need = domain.need_of(asked, revision, workload)
-        return Offer(pool, need, self._door(pool, asked, need))
+        offer = Offer(pool, need, self._door(pool, asked, need))
+        if offer.door.predicted_wait_ms and asked.service_class is not ServiceClass.BATCH:
+            shortened_ms = self.preemption.shortened_ms(pool, need, domain.caution(self._clock.monotonic_ns()))
+            if shortened_ms is not None and shortened_ms < offer.door.predicted_wait_ms:
+                return Offer(pool, need, msgspec.structs.replace(offer.door, predicted_wait_ms=shortened_ms), is_hastened=True)
+        return offer
 
     def _door(self, pool: PoolView, asked: Acquire, need: Need, avoid: str | None = None) -> Door:
         """The domain as a newcomer meets it; as a retry does, with the replica to avoid: the others, and who is ahead."""
@@ -131,7 +138,6 @@ class Dispatcher:
             lanes, free = self._lanes(domains, asked.service_class, need, (usable, free), avoid)
             if avoid is None:
                 wait_ms = domain.predicted_wait_ms(asked.tenant, lanes, free, now_ns)
-                wait_ms = self.preemption.shortened(domains, asked.service_class, wait_ms)
             else:
                 wait_ms = domain.predicted_retry_ms(lanes, free, now_ns)
         return Door(
@@ -190,7 +196,7 @@ class Dispatcher:
         if isinstance(execution.state, Queued):
             self._note_wait(execution)
             self._domain_of(execution).has_to_wait(domains.view.lanes.usable, self._clock.monotonic_ns())
-            self.preemption.look_soon(domains)
+            self.preemption.waits(domains.view, execution)
             self._watch_the_wait(execution)
 
     def _note_wait(self, execution: Execution) -> None:
@@ -219,6 +225,7 @@ class Dispatcher:
         if self._queued.pop(execution.id, None) is not None:  # else no gateway has told it again
             self._domain_of(execution).remove(execution, self._clock.monotonic_ns())
         execution.cancel_timer()
+        self.preemption.waits_no_more(execution)
         self._settler.end_waiting(execution, reason)
 
     def _domain(self, pool: str, service_class: ServiceClass) -> Domain:
@@ -251,12 +258,23 @@ class Dispatcher:
 
     def _schedule(self, domains: PoolDomains) -> None:
         while domains.waiting and domains.view.lanes.free and self.may_grant():
-            start = next_start(domains.queues(), domains.view.lanes.open.values(), self._fleet.prefixes)
+            queues = domains.queues()
+            start = self._next_start(domains.view, queues)
             if start is None:
                 return
-            self._dispatch(domains, start)
+            self._dispatch(domains, start, is_turn=start.queue is queues[0] and not start.passed)
 
-    def _dispatch(self, domains: PoolDomains, start: Start[ExecutionId]) -> None:
+    def _next_start(self, pool: PoolView, queues: Sequence[DomainQueue[ExecutionId]]) -> Start[ExecutionId] | None:
+        """Whoever's turn it is; while lines of batches are held back, one of them only where nobody else can start."""
+        if not self.preemption.holds_lines_back(pool):
+            return next_start(queues, pool.lanes.open.values(), self._fleet.prefixes)
+        others = next_start(queues, pool.lanes.open.values(), self._fleet.prefixes, self._is_no_line)
+        return others or next_start(queues, self.preemption.unreserved(pool), self._fleet.prefixes)
+
+    def _is_no_line(self, waiting: ExecutionId) -> bool:
+        return not self._queued[waiting].acquire.yields
+
+    def _dispatch(self, domains: PoolDomains, start: Start[ExecutionId], *, is_turn: bool) -> None:
         execution = self._queued[start.waiting.key]
         domain, now_ns = self._domain_of(execution), self._clock.monotonic_ns()
         uncached = execution.need.input_tokens - start.site.cached_tokens
@@ -271,6 +289,7 @@ class Dispatcher:
         domains.served(execution.acquire.service_class, cost)
         del self._queued[execution.id]
         execution.cancel_timer()
+        self.preemption.waits_no_more(execution)
         asked, replica = execution.acquire, start.site.replica
         execution.state = advance(execution.state, Dispatch(ms_from_ns(now_ns), replica.name))
         assert isinstance(execution.state, Dispatched)
@@ -279,7 +298,7 @@ class Dispatcher:
         lane = self._take_lane(execution, start.site, now_ns)
         placement = Placement(replica, lane, attempt, now_ns, start.site.cached_tokens)
         execution.placements.append(placement)
-        self.preemption.took_lane(domains, execution, placement)
+        self.preemption.took_lane(domains.view, execution, placement, is_turn=is_turn)
         self._timelines.dispatched(execution, replica, candidates)
         most = min(self._config.delivery_step_tokens, execution.admit.worst.output_tokens) if asked.stream else 0
         address = self._fleet.address_of(replica.name)
@@ -308,7 +327,7 @@ class Dispatcher:
         placement.replica, placement.lane = replica, replica.retake_lane(lane, kv_tokens, unread, now_ns)
         if placement.lane is not None:
             self._domain_of(execution).resume(execution, placement)
-            self.preemption.took_lane(self._pools[execution.pool], execution, placement)
+            self.preemption.took_lane(self._pools[execution.pool].view, execution, placement, is_turn=False)
 
     def append_step(self, execution: Execution, delivered_max: Tokens, withheld: Granted | None = None) -> None:
         """Book output up to delivered_max ahead of its delivery; its gateway hears once it is durable. withheld: told then."""
@@ -358,7 +377,7 @@ class Dispatcher:
     def lane_freed(self, execution: Execution, placement: Placement) -> None:
         """A lane that it took is free again; `schedule` follows."""
         self._domain_of(execution).lane_freed(execution, placement, self._clock.monotonic_ns())
-        self.preemption.freed_lane(self._pools[execution.pool], execution, placement)
+        self.preemption.freed_lane(execution, placement)
 
     def _ended(self, execution: Execution) -> None:
         domain, placement, now_ns = self._domain_of(execution), execution.placement, self._clock.monotonic_ns()

@@ -171,6 +171,10 @@ class Domain:
             return predicted_wait_ms(work, lanes.part, self._rate, now_ns)
         return lane_ns / lanes.usable / NANOS_PER_MILLI
 
+    def caution(self, now_ns: Nanos) -> float:
+        """By how much waits were longer than predicted of late, ≥ 1."""
+        return self._caution.factor(now_ns)
+
     def has_to_wait(self, usable: int, now_ns: Nanos) -> None:
         """One that was pushed could not start, on so many lanes that can be used."""
         self._turns.waits(usable, now_ns)
@@ -189,7 +193,7 @@ class Domain:
 
     def waited(self, execution: Execution, now_ns: Nanos) -> None:
         """It has left the queue: how long it waited corrects what is predicted next for its tenant."""
-        if execution.predicted_wait_ms < _BIAS_FROM_MS:
+        if execution.is_hastened or execution.predicted_wait_ms < _BIAS_FROM_MS:
             return
         tenant = execution.id.tenant
         bias = self._biases.get(tenant)
@@ -306,9 +310,9 @@ class Domain:
         return token_ms / execution.workload.tpot_target_ms
 
     def _cost_of(self, execution: Execution, end: EndRecord) -> Cost:
-        """What an engine reports beyond the worst case is no measurement; what it refused took nothing."""
+        """What an engine reports beyond the worst case is no measurement; what it refused, or made for nobody, took nothing."""
         worst = execution.admit.worst
-        if end.finish_reason is FinishReason.ENGINE_REJECTED:
+        if end.finish_reason in (FinishReason.ENGINE_REJECTED, FinishReason.PREEMPTED):
             return 1
         if not isinstance(end, SettleRecord) or not end.input_tokens:
             produced = end.output_tokens if isinstance(end, SettleRecord) else 0

@@ -61,11 +61,11 @@ class Assignment(msgspec.Struct, frozen=True):
 class Execution(msgspec.Struct):
     """One admitted run of a request id. session: name of the gateway session that carries it.
 
-    windows: the budget windows that its hold counts in. placements: of its attempts, the last one last. lost: what the attempt
-    that was retried used. end_record and decided_ns: set when the end is decided. given_up: its answer was dropped because the
-    store was away. predicted_wait_ms: at the door. ticket: what its flow was charged, while it runs; cost: what was
-    expected at its first dispatch, nothing cached. need: what it takes of a replica. assignment: None where its alias has no
-    canary, and once it has counted.
+    windows: the budget windows that its hold counts in. placements: of its attempts, the last one last. lost: what the
+    attempt that was retried used. end_record and decided_ns: set when the end is decided. given_up: its answer was dropped
+    because the store was away. predicted_wait_ms: at the door; is_hastened: because lines of batches make room for it.
+    ticket: what its flow was charged, while it runs; cost: what was expected at its first dispatch, nothing cached. need:
+    what it takes of a replica. assignment: None where its alias has no canary, and once it has counted.
     """
 
     id: ExecutionId
@@ -92,6 +92,7 @@ class Execution(msgspec.Struct):
     ticket: Ticket | None = None
     cost: Cost = 0
     need: Need = NOTHING
+    is_hastened: bool = False
     assignment: Assignment | None = None
     end_durable: bool = False
     given_up: bool = False

@@ -429,7 +429,8 @@ class Relay:
 
     def stop(self, reason: FinishReason) -> None:
         """End for this reason unless it has ended; idempotent. A failure may be followed by another grant instead."""
-        if self._cause is None and self.record is None:
+        comes_free_anyway = reason is FinishReason.PREEMPTED and self._attempt.end is not None
+        if self._cause is None and self.record is None and not comes_free_anyway:
             self._finish(reason)
 
     def _finish(self, reason: FinishReason) -> None:

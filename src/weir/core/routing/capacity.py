@@ -82,6 +82,10 @@ class Room:
         self.kv_tokens += kv_tokens
         self.prefill_tokens += prefill_tokens
 
+    def taken(self, lane: int) -> Tokens:
+        """KV tokens that are reserved for a lane that is taken."""
+        return self._kv_tokens[lane]
+
     def prefilled(self, lane: int, now_ns: Nanos) -> None:
         """Its first output exists, and the next prompt is read."""
         self.prefill_tokens -= self._prefills.pop(lane, 0)

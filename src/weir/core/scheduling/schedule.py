@@ -4,7 +4,7 @@ Late binding: a request gets a replica only when that replica can start it. The 
 again, so a decision never rests on room that an earlier one used.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Generic
 
 import msgspec
@@ -26,9 +26,14 @@ class Start(msgspec.Struct, Generic[Key], frozen=True, gc=False):
 
 
 def next_start(
-    queues: Iterable[DomainQueue[Key]], replicas: Collection[Replica], index: PrefixIndex | None = None
+    queues: Iterable[DomainQueue[Key]],
+    replicas: Collection[Replica],
+    index: PrefixIndex | None = None,
+    may_start: Callable[[Key], bool] | None = None,
 ) -> Start[Key] | None:
     """The next dispatch, or None when nothing waits that could start. queues: of the pool, the one whose turn it is first.
+
+    may_start: others are passed over as if they did not wait; None: all may.
 
     What fits nowhere lets others pass only so often; from then on the replica that is likely to have room for it first is kept,
     and the others go on. An entry that must avoid the only replica with a free lane lets all pass: it could not have used it.
@@ -37,7 +42,7 @@ def next_start(
     for queue in queues:
         is_its_turn = True
         too_much: list[Need] = []
-        for waiting in queue.candidates():
+        for waiting in _candidates(queue, may_start):
             if too_much and _fits_nowhere(waiting.need, too_much):
                 continue
             site = place(replicas, waiting.need, index, waiting.avoid)
@@ -54,6 +59,12 @@ def next_start(
                 is_its_turn = False  # of a flow's heads it is only the first one's turn
                 too_much.append(waiting.need)
     return None
+
+
+def _candidates(queue: DomainQueue[Key], may_start: Callable[[Key], bool] | None) -> Iterable[Waiting[Key]]:
+    if may_start is None:
+        return queue.candidates()
+    return (waiting for waiting in queue.candidates() if may_start(waiting.key))
 
 
 def _fits_nowhere(need: Need, too_much: Iterable[Need]) -> bool:
