@@ -83,6 +83,30 @@ async def test_what_waits_is_written_in_one_group() -> None:
     assert len(store.keys) <= 2 and await told_in(store) == entries
 
 
+async def test_only_what_is_new_is_read_again() -> None:
+    """Protects two workers on one batch from reading all of it for each line that the other one finished."""
+    store, reads = FileMemory(lambda: 0), 0
+
+    def count(operation: str) -> bool:
+        nonlocal reads
+        reads += operation == "read"
+        return False
+
+    theirs, mine = log(store, "theirs"), log(store, "mine")
+    for number in range(1, 21):
+        await theirs.add(Made(number, f"gen-{number}", b"x"))
+    lines = await mine.read()
+    await mine.add(Made(21, "gen-21", b"mine"))
+    await theirs.add(Made(22, "gen-a", b"first"))
+    await theirs.add(Made(22, "gen-b", b"second"))
+    await theirs.add(Told(1, False, b"told"))
+    store.fault = count
+    await asyncio.gather(*(mine.catch_up(lines) for _ in range(8)))
+    assert reads == 3 and lines.told == {1}
+    found = [lines.output_of(line, name) for line, name in ((22, "gen-a"), (22, "gen-b"), (20, "gen-20"), (1, "gen-1"))]
+    assert [made and made.pieces for made in found] == [b"first", b"second", b"x", None]
+
+
 async def test_a_failed_write_is_told_to_who_waits_and_to_nobody_later() -> None:
     """Protects charging: an output that could not be stored is not taken for stored, and the next one can be."""
     store = FileMemory(lambda: 0)

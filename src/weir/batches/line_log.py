@@ -51,23 +51,27 @@ _decoder = msgspec.msgpack.Decoder(list[Entry])
 
 @dataclass(slots=True)
 class Lines:
-    """What became of the lines so far. made: the last output of those that are not told."""
+    """What became of the lines so far. made: outputs of those that are not told, by line and generation."""
 
     told: set[int] = field(default_factory=set)
     failed: int = 0
-    made: dict[int, Made] = field(default_factory=dict)
+    made: dict[int, dict[str, Made]] = field(default_factory=dict)
 
     @property
     def completed(self) -> int:
         """Lines with an answer."""
         return len(self.told) - self.failed
 
+    def output_of(self, line: int, generation_id: str) -> Made | None:
+        """What a generation made of a line; None where that is not known, or the line is told."""
+        return self.made.get(line, {}).get(generation_id)
+
     def add(self, entry: Entry) -> bool:
         """Take an entry in its order; False for a line that was told before."""
         if entry.line in self.told:
             return False
         if isinstance(entry, Made):
-            self.made[entry.line] = entry
+            self.made.setdefault(entry.line, {})[entry.generation_id] = entry
             return True
         self.told.add(entry.line)
         self.failed += entry.is_error
@@ -83,34 +87,37 @@ class LineLog:
         self._folder = groups_folder(tenant, batch_id)
         self._worker = worker
         self._next = 0
+        self._known: set[str] = set()  # groups that were read or written here
+        self._reading = asyncio.Lock()
         self._waiting: list[tuple[Entry, asyncio.Future[None]]] = []
         self._writing: asyncio.Task[None] | None = None
 
     async def read(self) -> Lines:
         """What is there; what is added from now on comes behind it."""
         lines = Lines()
-        async with aclosing(self.entries()) as entries:
-            async for entry in entries:
-                lines.add(entry)
+        await self.catch_up(lines)
         return lines
 
-    async def find_made(self, line: int, generation_id: str) -> Made | None:
-        """The output of a generation, as another worker may have left it."""
-        async with aclosing(self.entries()) as entries:
-            async for entry in entries:
-                if isinstance(entry, Made) and (entry.line, entry.generation_id) == (line, generation_id):
-                    return entry
-        return None
+    async def catch_up(self, lines: Lines) -> None:
+        """Add what other workers left since then: of every group that was neither read nor written here."""
+        async with self._reading, aclosing(stored_in(self._store, self._folder)) as groups:
+            async for group in groups:
+                if group.key not in self._known:
+                    for entry in await self._read(group.key):
+                        lines.add(entry)
+                    self._known.add(group.key)
 
     async def entries(self) -> AsyncGenerator[Entry, None]:
         """Everything, in order; of the text of one group at a time."""
         async with aclosing(stored_in(self._store, self._folder)) as groups:
             async for group in groups:
-                content = await self._store.read(group.key)
-                name = group.key.rpartition("/")[2]
-                self._next = max(self._next, int(name[:_NUMBER_DIGITS]) + 1)
-                for entry in _entries_in(content):
+                for entry in await self._read(group.key):
                     yield entry
+
+    async def _read(self, key: str) -> list[Entry]:
+        content = await self._store.read(key)
+        self._next = max(self._next, int(key.rpartition("/")[2][:_NUMBER_DIGITS]) + 1)
+        return _entries_in(content)
 
     async def add(self, entry: Entry) -> None:
         """Durable on return."""
@@ -151,8 +158,14 @@ class LineLog:
     async def _write(self, entries: list[Entry]) -> None:
         content = msgspec.msgpack.encode(entries)
         number, self._next = self._next, self._next + 1
-        if not await self._store.create(f"{self._folder}/{number:0{_NUMBER_DIGITS}d}.{self._worker}", content):
-            raise errors.FileStoreUnavailable("A group of lines is stored already.")
+        key = f"{self._folder}/{number:0{_NUMBER_DIGITS}d}.{self._worker}"
+        self._known.add(key)  # before it is there: what is written here is added by who writes it
+        try:
+            if not await self._store.create(key, content):
+                raise errors.FileStoreUnavailable("A group of lines is stored already.")
+        except errors.FileStoreUnavailable:
+            self._known.discard(key)  # it may be there all the same
+            raise
 
 
 def _entries_in(content: bytes | None) -> list[Entry]:
