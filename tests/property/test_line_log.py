@@ -43,7 +43,8 @@ def log(store: FileMemory, worker: str) -> LineLog:
 async def told_in(store: FileMemory) -> list[Told]:
     """What the result files would have, in their order."""
     lines, found = Lines(), []
-    async for entry in log(store, "reader").entries():
+    reader = log(store, "reader")
+    async for entry in reader.entries(await reader.groups()):
         if isinstance(entry, Told) and lines.add(entry):
             found.append(entry)
     return found

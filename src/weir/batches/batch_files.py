@@ -1,6 +1,6 @@
 """A worker's view of the store: batches that are open, their input line by line, their progress, result files and ends."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
@@ -148,26 +148,36 @@ class BatchFiles:
     async def write_results(self, record: BatchRecord, log: LineLog) -> Results | None:
         """Every line once, in the order in which they were told; None, and no file, where the batch has ended meanwhile.
 
-        All lines are told: who dies between two files is followed by another reading, which must give the same.
+        All lines are told. Who dies between two files is followed by another reading, and two workers may be here at once: the
+        first of them claims the groups that it read, and nobody stores a file that was made of others.
         """
-        output, error = (_ResultFile(self.store, record, is_error=is_error) for is_error in (False, True))
+        groups: Sequence[str] = await log.groups()
+        while True:
+            output, error = (_ResultFile(self.store, record, is_error=is_error) for is_error in (False, True))
+            try:
+                lines = await self._write_lines(log, groups, output, error)
+                # Behind the reading: groups are deleted only after an end, so that without one all of them were read.
+                if await self.has_ended(record):
+                    return None
+                if len(lines.told) != record.lines:
+                    raise errors.FileStoreUnavailable("A line that was told is not there.")
+                counted = await log.claim(groups)
+                if counted == groups:
+                    kept_ms = 1_000 * record.output_expires_s if record.output_expires_s is not None else self._kept_ms
+                    now_ms, counts = self._clock.wall_ms(), BatchCounts(record.lines, lines.completed, lines.failed)
+                    return Results(await output.finish(now_ms, kept_ms), await error.finish(now_ms, kept_ms), counts)
+                groups = counted
+            finally:
+                await output.abort()
+                await error.abort()
+
+    async def _write_lines(self, log: LineLog, groups: Sequence[str], output: "_ResultFile", error: "_ResultFile") -> Lines:
         lines = Lines()
-        try:
-            async with aclosing(log.entries()) as entries:
-                async for entry in entries:
-                    if isinstance(entry, Told) and lines.add(entry):
-                        await (error if entry.is_error else output).write(entry.text)
-            # Behind the reading: groups are deleted only after an end, so that without one all of them were read.
-            if await self.has_ended(record):
-                return None
-            if len(lines.told) != record.lines:
-                raise errors.FileStoreUnavailable("A line that was told is not there.")
-            kept_ms = 1_000 * record.output_expires_s if record.output_expires_s is not None else self._kept_ms
-            now_ms, counts = self._clock.wall_ms(), BatchCounts(record.lines, lines.completed, lines.failed)
-            return Results(await output.finish(now_ms, kept_ms), await error.finish(now_ms, kept_ms), counts)
-        finally:
-            await output.abort()
-            await error.abort()
+        async with aclosing(log.entries(groups)) as entries:
+            async for entry in entries:
+                if isinstance(entry, Told) and lines.add(entry):
+                    await (error if entry.is_error else output).write(entry.text)
+        return lines
 
     async def end(self, record: BatchRecord, status: BatchStatus, progress: BatchProgress, results: Results) -> bool:
         """Let it have ended so; False where it has ended already."""

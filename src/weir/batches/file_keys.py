@@ -4,6 +4,7 @@
 <tenant>/batches/<batch>.json as asked for          <tenant>/batches/<batch>.cancel  that it was given up
                 /<batch>.progress                   <tenant>/batches/<batch>.end     how it ended, once
 <tenant>/<batch>/<number>.<worker>                  what its lines became, in groups
+                /counted                            the groups that count, once its result files are written
 _open/batches/<batch>                               names the tenant; there until it has ended
 """
 
@@ -53,6 +54,11 @@ def batch_end(tenant: str, batch_id: str) -> str:
 def groups_folder(tenant: str, batch_id: str) -> str:
     """What its lines became."""
     return f"{tenant}/{batch_id}"
+
+
+def counted_groups(tenant: str, batch_id: str) -> str:
+    """Which of the groups count, written once; behind all of them in their folder, and deleted with it."""
+    return f"{tenant}/{batch_id}/counted"
 
 
 def open_batch(batch_id: str) -> str:

@@ -6,21 +6,21 @@
 A line whose output was made and not told is asked of the ledger: where its execution completed, it was charged for, and its
 answer is made of what is here; else it runs again under the same request id. So a line is charged once and told once, and an
 engine repeats at most what was in flight. Of two workers that told the same line, each believing the other one dead, the first
-in the order of keys counts, in every reading.
+in the order of keys counts. A group that comes late may be the first: so who is about to store a result file claims the groups
+that it was made of, once, and from then on these and no others count, in every reading.
 
 What waits for a write is written in the next group: one write is under way at a time, however many lines end meanwhile.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
 
 from weir import errors
-from weir.batches.file_keys import groups_folder
+from weir.batches.file_keys import counted_groups, groups_folder
 from weir.batches.listing import stored_in
 from weir.kept_files import FileStore
 from weir.units import Bytes
@@ -85,6 +85,7 @@ class LineLog:
     def __init__(self, store: FileStore, tenant: str, batch_id: str, worker: str) -> None:
         self._store = store
         self._folder = groups_folder(tenant, batch_id)
+        self._counted = counted_groups(tenant, batch_id)
         self._worker = worker
         self._next = 0
         self._known: set[str] = set()  # groups that were read or written here
@@ -100,19 +101,38 @@ class LineLog:
 
     async def catch_up(self, lines: Lines) -> None:
         """Add what other workers left since then: of every group that was neither read nor written here."""
-        async with self._reading, aclosing(stored_in(self._store, self._folder)) as groups:
-            async for group in groups:
-                if group.key not in self._known:
-                    for entry in await self._read(group.key):
+        async with self._reading:
+            for key in await self.groups():
+                if key not in self._known:
+                    for entry in await self._read(key):
                         lines.add(entry)
-                    self._known.add(group.key)
+                    self._known.add(key)
 
-    async def entries(self) -> AsyncGenerator[Entry, None]:
-        """Everything, in order; of the text of one group at a time."""
-        async with aclosing(stored_in(self._store, self._folder)) as groups:
-            async for group in groups:
-                for entry in await self._read(group.key):
-                    yield entry
+    async def groups(self) -> Sequence[str]:
+        """Keys of the groups that count, in order: those that were claimed, else all that are there."""
+        keys = [group.key async for group in stored_in(self._store, self._folder)]
+        return await self._claimed() if self._counted in keys else keys
+
+    async def claim(self, groups: Sequence[str]) -> Sequence[str]:
+        """Let these count from now on, and no others; what counts, which is what was claimed first."""
+        if await self._store.create(self._counted, msgspec.json.encode(groups)):
+            return groups
+        return await self._claimed()
+
+    async def _claimed(self) -> Sequence[str]:
+        content = await self._store.read(self._counted)
+        if content is None:  # another worker has ended the batch meanwhile
+            raise errors.FileStoreUnavailable("It is gone which groups of lines count.")
+        try:
+            return msgspec.json.decode(content, type=list[str])
+        except msgspec.DecodeError:
+            raise errors.FileStoreUnavailable("Which groups of lines count is damaged.") from None
+
+    async def entries(self, groups: Sequence[str]) -> AsyncGenerator[Entry, None]:
+        """Everything in these groups, in order; of the text of one group at a time."""
+        for key in groups:
+            for entry in await self._read(key):
+                yield entry
 
     async def _read(self, key: str) -> list[Entry]:
         content = await self._store.read(key)
