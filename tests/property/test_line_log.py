@@ -121,10 +121,13 @@ async def test_a_failed_write_is_told_to_who_waits_and_to_nobody_later() -> None
 
 
 async def test_damage_is_no_line() -> None:
-    """Protects results: a group that cannot be read stops the reading; it does not shorten it."""
+    """Protects results: a group that cannot be read stops the reading, and is told from a store that is away."""
     store = FileMemory(lambda: 0)
     await log(store, "w").add(Told(1, False, b"x"))
     await store.replace(store.keys[0], b"\xc1")
+    with pytest.raises(errors.BatchDamaged):
+        await log(store, "reader").read()
+    store.fault = lambda operation: operation == "read"
     with pytest.raises(errors.FileStoreUnavailable):
         await log(store, "reader").read()
 
@@ -137,6 +140,13 @@ def test_an_output_is_what_it_was(pieces: list[Delta]) -> None:
     shaped = [piece for piece in pieces if isinstance(piece, ShapedDelta)]
     assert [piece for piece in unpacked if isinstance(piece, ShapedDelta)] == shaped
     assert msgspec.msgpack.encode(pack_pieces(unpacked)) == msgspec.msgpack.encode(pack_pieces(pieces))
+
+
+@pytest.mark.parametrize("content", [b"\xc1", b"\x91\x05", b"\x91\x92\x01\x05", b"\x91\x93\x01\x02\x03"])
+def test_a_damaged_output_is_damage(content: bytes) -> None:
+    """Protects the worker and the batch: an output that cannot be read is no bug, and its batch ends with its time."""
+    with pytest.raises(errors.BatchDamaged):
+        unpack_pieces(content)
 
 
 def test_vectors_are_what_they_were() -> None:

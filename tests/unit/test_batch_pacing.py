@@ -64,6 +64,7 @@ WAITS = {
     "shutdown",
     "internal_error",
     "artifacts_unavailable",
+    "batch_damaged",
     "file_store_unavailable",
     "ledger_unavailable",
     "stream_store_unavailable",

@@ -128,7 +128,8 @@ class BatchRun:
     async def run(self) -> None:
         """To its end, or until it is stopped.
 
-        Raises FileStoreUnavailable; it may be run again then. Raises CallerFault where it can never be run.
+        Raises FileStoreUnavailable, or BatchDamaged for what somebody may restore; it may be run again then. Raises CallerFault
+        where it can never be run.
         """
         files, record = self._parts.files, self._record
         if await files.has_ended(record):

@@ -80,7 +80,10 @@ class Lines:
 
 
 class LineLog:
-    """One batch's. worker: a name that no other life of a worker has. Raises FileStoreUnavailable."""
+    """One batch's. worker: a name that no other life of a worker has.
+
+    Raises FileStoreUnavailable, and of what is read BatchDamaged.
+    """
 
     def __init__(self, store: FileStore, tenant: str, batch_id: str, worker: str) -> None:
         self._store = store
@@ -121,12 +124,12 @@ class LineLog:
 
     async def _claimed(self) -> Sequence[str]:
         content = await self._store.read(self._counted)
-        if content is None:  # another worker has ended the batch meanwhile
-            raise errors.FileStoreUnavailable("It is gone which groups of lines count.")
+        if content is None:  # or another worker has ended the batch meanwhile
+            raise errors.BatchDamaged("It is gone which groups of lines count.")
         try:
             return msgspec.json.decode(content, type=list[str])
         except msgspec.DecodeError:
-            raise errors.FileStoreUnavailable("Which groups of lines count is damaged.") from None
+            raise errors.BatchDamaged("Which groups of lines count is damaged.") from None
 
     async def entries(self, groups: Sequence[str]) -> AsyncGenerator[Entry, None]:
         """Everything in these groups, in order; of the text of one group at a time."""
@@ -189,12 +192,12 @@ class LineLog:
 
 
 def _entries_in(content: bytes | None) -> list[Entry]:
-    if content is None:  # another worker has ended the batch meanwhile
-        raise errors.FileStoreUnavailable("A group of lines is gone.")
+    if content is None:  # or another worker has ended the batch meanwhile
+        raise errors.BatchDamaged("A group of lines is gone.")
     try:
         return _decoder.decode(content)
     except msgspec.DecodeError:
-        raise errors.FileStoreUnavailable("A group of lines is damaged.") from None
+        raise errors.BatchDamaged("A group of lines is damaged.") from None
 
 
 def _size_of(entry: Entry) -> Bytes:

@@ -188,6 +188,10 @@ GUIDE: Mapping[type[WeirError], Advice] = {
     ),
     errors.Shutdown: Advice("The platform is shutting down.", "Send it again, to another one.", Wait.ESTIMATE),
     errors.DeadlineExceeded: Advice("The deadline passed; you pay what was delivered.", "Give it longer, or ask for less."),
+    errors.BatchDamaged: Advice(
+        "What the file store has of a batch is gone or damaged.",
+        "Restore it while the batch has time; later, or once it is cancelled, the batch fails with this code.",
+    ),
     errors.LinkFault: Advice("A link between parts broke, or was refused.", "Look at the log of both ends."),
     errors.StaleEpoch: Advice("A newer coordinator writes to this store.", "Nothing: it is how an older one learns to stop."),
     errors.StateLocked: Advice("Another process owns the state directory.", "Stop that one first."),
@@ -197,8 +201,8 @@ GUIDE: Mapping[type[WeirError], Advice] = {
 }
 """One row for each leaf of the tree; a test holds it to be complete."""
 
-INTERNAL = (errors.LinkFault, errors.StaleEpoch, errors.StateLocked, errors.StateUnreadable)
-"""They never leave the process."""
+INTERNAL = (errors.BatchDamaged, errors.LinkFault, errors.StaleEpoch, errors.StateLocked, errors.StateUnreadable)
+"""No request is answered with them."""
 
 MANAGEMENT_ONLY = (
     errors.AlreadyExists,
