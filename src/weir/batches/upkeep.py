@@ -1,5 +1,6 @@
 """Deletes what is over: files and batches whose time has come, what a crash left half, all of tenants that are no more."""
 
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import msgspec
@@ -18,6 +19,8 @@ T = TypeVar("T")
 _DAY_MS: Millis = 86_400_000
 BATCH_DAYS = 30
 """For which a batch is shown after its end. Its files have times of their own."""
+ORDER_DAYS = BATCH_DAYS + 8
+"""For which a key of an order stays that no batch takes along: longer than any batch, whose window is a week at most."""
 ENDED_BATCHES_MAX = 10_000
 """Of a tenant: each is four notes that every listing of its batches reads the names of, so they may not grow without end."""
 _REMEMBERED_MAX = 100_000
@@ -128,36 +131,49 @@ class Upkeep:
                 inputs.add(known)
                 continue
             try:
-                content = await self._batch_of(mark.key)
+                said = await self._store.read(mark.key)
+                content = await self._batch_of(mark.key, said) if said is not None else None
                 if content is not None:
                     known = msgspec.json.decode(content, type=BatchRecord).input_file_id
                     inputs.add(known)
                     self._inputs.keep(mark.key, known)
-                elif mark.changed_ms + _DAY_MS <= self._clock.wall_ms():
-                    await self._store.delete(mark.key)
+                elif said is not None and mark.changed_ms + _DAY_MS <= self._clock.wall_ms():
+                    await self._delete_mark(mark.key, said)
             except (msgspec.DecodeError, ValueError):  # as of a tenant whose name is none
                 _log.error("batch_unreadable", mark=mark.key)
         return inputs
 
-    async def _batch_of(self, mark: str) -> bytes | None:
-        content = await self._store.read(mark)
-        if content is None:
-            return None
-        tenant = msgspec.json.decode(content, type=OpenBatch).tenant
+    async def _delete_mark(self, mark: str, said: bytes) -> None:
+        """Unless its batch comes just now, as where an order is sent again under its key after days."""
+        await self._store.delete(mark)
+        if await self._batch_of(mark, said) is not None:
+            await self._store.create(mark, said)
+
+    async def _batch_of(self, mark: str, said: bytes) -> bytes | None:
+        """What is recorded of the batch of a mark that says this."""
+        tenant = msgspec.json.decode(said, type=OpenBatch).tenant
         return await self._store.read(file_keys.batch_record(tenant, mark.rpartition("/")[2]))
 
     async def _sweep_batches(self, tenant: str) -> None:
-        """Batches whose days are over, and, of too many that have ended, those whose end is longest ago."""
+        """Batches whose days are over, and, of too many that have ended, the first that ended; and keys that are left."""
         now_ms = self._clock.wall_ms()
-        stored = stored_in(self._store, file_keys.batches_folder(tenant))
-        ends = [file async for file in stored if file.key.endswith(".end")]
+        stored = [file async for file in stored_in(self._store, file_keys.batches_folder(tenant))]
+        for file in stored:
+            if file.key.endswith(".order") and file.changed_ms + ORDER_DAYS * _DAY_MS <= now_ms:
+                await self._store.delete(file.key)
+        ends = [file for file in stored if file.key.endswith(".end")]
         ends.sort(key=lambda end: (end.changed_ms, end.key))
         for place, end in enumerate(ends):
             if place < len(ends) - self._ended_max or end.changed_ms + BATCH_DAYS * _DAY_MS <= now_ms:
                 await self._delete_batch(tenant, end.key.rpartition("/")[2].removesuffix(".end"))
 
     async def _delete_batch(self, tenant: str, batch_id: str) -> None:
-        """Its end goes last: until then the next sweep would do this."""
+        """Its key first, which could begin it again; its end last: until then the next sweep would do this."""
+        content = await self._store.read(file_keys.batch_record(tenant, batch_id))
+        with suppress(msgspec.DecodeError):  # then the key goes by its age
+            order = msgspec.json.decode(content, type=BatchRecord).order if content is not None else ""
+            if order:
+                await self._store.delete(file_keys.batch_order(tenant, order))
         await self._delete_folder(file_keys.groups_folder(tenant, batch_id))
         for key in (
             file_keys.batch_record(tenant, batch_id),

@@ -167,7 +167,7 @@ GUIDE: Mapping[type[WeirError], Advice] = {
     ),
     errors.FileStoreUnavailable: Advice(
         "Where files and batches are kept cannot be reached or written now; the outcome of a write may be unknown.",
-        "Send it again after `Retry-After`; look at the list of batches before you create one again.",
+        "Send it again after `Retry-After`, a batch with its `Idempotency-Key`; without one look at the list of batches first.",
         Wait.ESTIMATE,
     ),
     errors.ArtifactsUnavailable: Advice("Artifacts cannot be kept or read now.", "Send it again later; look at the disk."),
