@@ -85,10 +85,10 @@ AFTER_THE_TABLE = """
 The tree behind the codes: what kind of fault each is.
 
 """
-NEVER_LEAVE = """
-## Codes that never leave the process
+UNANSWERED = """
+## Codes that answer no request
 
-They stand in logs and in what a command prints, and no client gets them.
+They stand in logs and in what a command prints, and `batch_damaged` in the `errors` of a batch.
 
 """
 
@@ -112,7 +112,7 @@ def page() -> str:
         ("never sent", "meaning", "what to do"),
         ((f"`{error.code}`", GUIDE[error].meaning, GUIDE[error].remedy) for error in INTERNAL),
     )
-    return INTRODUCTION + shapes + RETRIES + codes + AFTER_THE_TABLE + families + NEVER_LEAVE + internal
+    return INTRODUCTION + shapes + RETRIES + codes + AFTER_THE_TABLE + families + UNANSWERED + internal
 
 
 def table(headings: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:

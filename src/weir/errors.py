@@ -47,18 +47,19 @@
     │   └── RequestCancelled             409 request_cancelled
     ├── PlatformFault                    a part of Weir itself failed
     │   ├── CoordinatorLost              503 coordinator_lost
-    │   ├── LinkFault                    (never leaves the process) a link between parts broke, or was refused
+    │   ├── LinkFault                    (answers no request) a link between parts broke, or was refused
     │   ├── Preempted                    503 preempted              a batch's line made room for somebody who waits
     │   ├── Shutdown                     503 shutdown
     │   └── InternalError                500 internal_error
     └── StoreFault
         ├── ArtifactsUnavailable         503 artifacts_unavailable
+        ├── BatchDamaged                 (answers no request) what is stored of a batch cannot be read, and no wait cures that
         ├── FileStoreUnavailable         503 file_store_unavailable
         ├── LedgerUnavailable            503 ledger_unavailable
         ├── StreamStoreUnavailable       503 stream_store_unavailable
-        ├── StaleEpoch                   (never leaves the process) a newer coordinator writes
-        ├── StateLocked                  (never leaves the process) another process owns the state directory
-        └── StateUnreadable              (never leaves the process) the state directory is from another version or damaged
+        ├── StaleEpoch                   (answers no request) a newer coordinator writes
+        ├── StateLocked                  (answers no request) another process owns the state directory
+        └── StateUnreadable              (answers no request) the state directory is from another version or damaged
 
 Errors are values as well as exceptions: the core returns them inside its decisions, shells raise them, `api/wire.py` is the
 only place that turns one into HTTP. Messages never contain prompt or output text, keys, or another tenant's numbers.
@@ -344,6 +345,12 @@ class FileStoreUnavailable(StoreFault):
 
     def __init__(self, detail: str = "", *, retry_after_ms: int | None = 1_000, **rest: Any) -> None:
         super().__init__(detail, retry_after_ms=retry_after_ms, **rest)
+
+
+class BatchDamaged(StoreFault):
+    """The store was there, and what it has of a batch is gone or is not what was written. A batch may end with this code."""
+
+    code, http_status, title = "batch_damaged", 500, "What is stored of a batch cannot be read"
 
 
 class LedgerUnavailable(StoreFault):

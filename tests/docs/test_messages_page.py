@@ -13,10 +13,10 @@ from tests.e2e.running_cell import RunningCell
 from weir import errors
 from weir.api.anthropic.content_blocks import BLOCKS
 from weir.api.anthropic.messages_request import FIELDS, parse_message
+from weir.api.openapi.error_guide import INTERNAL
 from weir.api.wire import anthropic_error_body
 
 PAGE = "docs/reference/anthropic-messages.md"
-INTERNAL = (errors.LinkFault, errors.StaleEpoch, errors.StateLocked, errors.StateUnreadable)
 
 
 def test_every_field_of_a_message_is_documented() -> None:

@@ -43,7 +43,8 @@ def log(store: FileMemory, worker: str) -> LineLog:
 async def told_in(store: FileMemory) -> list[Told]:
     """What the result files would have, in their order."""
     lines, found = Lines(), []
-    async for entry in log(store, "reader").entries():
+    reader = log(store, "reader")
+    async for entry in reader.entries(await reader.groups()):
         if isinstance(entry, Told) and lines.add(entry):
             found.append(entry)
     return found
@@ -83,6 +84,30 @@ async def test_what_waits_is_written_in_one_group() -> None:
     assert len(store.keys) <= 2 and await told_in(store) == entries
 
 
+async def test_only_what_is_new_is_read_again() -> None:
+    """Protects two workers on one batch from reading all of it for each line that the other one finished."""
+    store, reads = FileMemory(lambda: 0), 0
+
+    def count(operation: str) -> bool:
+        nonlocal reads
+        reads += operation == "read"
+        return False
+
+    theirs, mine = log(store, "theirs"), log(store, "mine")
+    for number in range(1, 21):
+        await theirs.add(Made(number, f"gen-{number}", b"x"))
+    lines = await mine.read()
+    await mine.add(Made(21, "gen-21", b"mine"))
+    await theirs.add(Made(22, "gen-a", b"first"))
+    await theirs.add(Made(22, "gen-b", b"second"))
+    await theirs.add(Told(1, False, b"told"))
+    store.fault = count
+    await asyncio.gather(*(mine.catch_up(lines) for _ in range(8)))
+    assert reads == 3 and lines.told == {1}
+    found = [lines.output_of(line, name) for line, name in ((22, "gen-a"), (22, "gen-b"), (20, "gen-20"), (1, "gen-1"))]
+    assert [made and made.pieces for made in found] == [b"first", b"second", b"x", None]
+
+
 async def test_a_failed_write_is_told_to_who_waits_and_to_nobody_later() -> None:
     """Protects charging: an output that could not be stored is not taken for stored, and the next one can be."""
     store = FileMemory(lambda: 0)
@@ -96,10 +121,13 @@ async def test_a_failed_write_is_told_to_who_waits_and_to_nobody_later() -> None
 
 
 async def test_damage_is_no_line() -> None:
-    """Protects results: a group that cannot be read stops the reading; it does not shorten it."""
+    """Protects results: a group that cannot be read stops the reading, and is told from a store that is away."""
     store = FileMemory(lambda: 0)
     await log(store, "w").add(Told(1, False, b"x"))
     await store.replace(store.keys[0], b"\xc1")
+    with pytest.raises(errors.BatchDamaged):
+        await log(store, "reader").read()
+    store.fault = lambda operation: operation == "read"
     with pytest.raises(errors.FileStoreUnavailable):
         await log(store, "reader").read()
 
@@ -112,6 +140,13 @@ def test_an_output_is_what_it_was(pieces: list[Delta]) -> None:
     shaped = [piece for piece in pieces if isinstance(piece, ShapedDelta)]
     assert [piece for piece in unpacked if isinstance(piece, ShapedDelta)] == shaped
     assert msgspec.msgpack.encode(pack_pieces(unpacked)) == msgspec.msgpack.encode(pack_pieces(pieces))
+
+
+@pytest.mark.parametrize("content", [b"\xc1", b"\x91\x05", b"\x91\x92\x01\x05", b"\x91\x93\x01\x02\x03"])
+def test_a_damaged_output_is_damage(content: bytes) -> None:
+    """Protects the worker and the batch: an output that cannot be read is no bug, and its batch ends with its time."""
+    with pytest.raises(errors.BatchDamaged):
+        unpack_pieces(content)
 
 
 def test_vectors_are_what_they_were() -> None:

@@ -18,7 +18,8 @@ from weir.api.batch_lines import read_request
 from weir.api.line_surfaces import line_surfaces
 from weir.batches import file_keys
 from weir.batches.batch_files import BatchFiles
-from weir.batches.desk import BatchDesk, BatchOrder, DeskBounds
+from weir.batches.desk import BatchDesk, DeskBounds
+from weir.batches.kept_orders import BatchOrder
 from weir.batches.worker import BatchWorker, WorkerBounds, WorkerParts
 from weir.core.batches.batch_records import ENDED, FILE_ID_PREFIX, BatchEnd, FileRecord, Purpose, new_id
 from weir.core.batches.batch_view import BatchView

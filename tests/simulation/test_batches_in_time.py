@@ -174,6 +174,43 @@ def test_one_batch_that_cannot_be_read_stops_no_other() -> None:
     played(script)
 
 
+def test_a_damaged_batch_ends_with_its_time() -> None:
+    """Protects tenants from batches without an end: what cannot be read fails once it expires or is cancelled."""
+
+    async def script(world: World, batches: Batches) -> None:
+        expiring, given_up = await batches.submit(bodies_of(3), "60s"), await batches.submit(bodies_of(3, 25))
+        for batch in (expiring, given_up):
+            folder = file_keys.groups_folder(batch.record.tenant, batch.record.id)
+            await batches.store.create(f"{folder}/{0:09d}.earlier", b"\xc1")
+        await asyncio.sleep(30)
+        assert (await batches.view(expiring)).end is None and (await batches.view(given_up)).end is None
+        await batches.desk.cancel(batches.principal(), given_up.record.id)
+        for batch in (given_up, expiring):
+            done = await batches.until_done(batch, bound_s=150)
+            assert done.status is BatchStatus.FAILED and done.end is not None
+            assert [fault.code for fault in done.end.faults] == ["batch_damaged"]
+        assert await batches.left_over() == []
+
+    played(script)
+
+
+def test_a_store_that_is_away_damages_nothing() -> None:
+    """Protects results: a batch whose time passes while nothing can be read still tells what is done."""
+
+    async def script(world: World, batches: Batches) -> None:
+        batch = await batches.submit(bodies_of(LINES, 100), "8s")
+        await batches.until_done(batch, lines=1)
+        batches.store.fault = lambda operation: operation == "read"
+        await batches.die(land=True)
+        await asyncio.sleep(30)
+        batches.store.fault = None
+        done = await batches.until_done(batch)
+        assert done.status is BatchStatus.EXPIRED and 0 < done.counts.completed < LINES
+        assert done.counts.completed + done.counts.failed == LINES
+
+    played(script)
+
+
 def test_a_death_behind_its_end_leaves_no_output() -> None:
     """Protects tenants' outputs: what lines became is deleted once a batch has ended, by whichever worker."""
 

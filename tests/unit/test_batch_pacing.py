@@ -65,6 +65,7 @@ WAITS = {
     "preempted",
     "internal_error",
     "artifacts_unavailable",
+    "batch_damaged",
     "file_store_unavailable",
     "ledger_unavailable",
     "stream_store_unavailable",

@@ -80,7 +80,7 @@ def test_a_wait_is_exact_where_the_tree_says_so() -> None:
 
 
 def test_endings_and_the_management_apis_own_codes_are_apart() -> None:
-    """Protects the three groups: what only ends, what only administrators get, what never leaves."""
+    """Protects the three groups: what only ends, what only administrators get, what answers no request."""
     ended = {rule.error for rule in ENDINGS}
     assert set(ENDINGS_ONLY) <= ended
     assert not (ended | set(ENDINGS_ONLY)) & {*INTERNAL, *MANAGEMENT_ONLY}

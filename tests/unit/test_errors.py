@@ -7,17 +7,17 @@ import pytest
 from weir import errors
 from weir.errors import ERROR_BY_CODE, WeirError
 
-IN_PROCESS = "(never leaves the process)"
+UNANSWERED = "(answers no request)"
 
 
 def printed_leaves() -> dict[str, tuple[int | None, str | None]]:
-    """Class name → HTTP status and code of each leaf in the module's docstring; both None where it never leaves the process."""
+    """Class name → HTTP status and code of each leaf in the module's docstring; both None where it answers no request."""
     leaves: dict[str, tuple[int | None, str | None]] = {}
     assert errors.__doc__ is not None
     for line in errors.__doc__.splitlines():
         if leaf := re.search(r"[├└]── (\w+) +(\d{3}) (\w+)", line):
             leaves[leaf[1]] = (int(leaf[2]), leaf[3])
-        elif leaf := re.search(r"[├└]── (\w+) +" + re.escape(IN_PROCESS), line):
+        elif leaf := re.search(r"[├└]── (\w+) +" + re.escape(UNANSWERED), line):
             leaves[leaf[1]] = (None, None)
     return leaves
 

@@ -1,6 +1,6 @@
 """A worker's view of the store: batches that are open, their input line by line, their progress, result files and ends."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
@@ -48,7 +48,10 @@ class Results:
 
 
 class BatchFiles:
-    """On one store. line_bytes_max: of an input line; kept_ms: for which result files stay. Raises FileStoreUnavailable."""
+    """On one store. line_bytes_max: of an input line; kept_ms: for which result files stay.
+
+    Raises FileStoreUnavailable, and of a batch whose notes are damaged BatchDamaged.
+    """
 
     def __init__(self, store: FileStore, clock: Clock, line_bytes_max: Bytes, kept_ms: Millis) -> None:
         self.store = store
@@ -99,12 +102,19 @@ class BatchFiles:
         await self.store.delete(file_keys.open_batch(record.id))
 
     async def progress(self, record: BatchRecord) -> BatchProgress | None:
-        """As it was last shown."""
-        return await self._read(file_keys.batch_progress(record.tenant, record.id), BatchProgress)
+        """As it was last shown; of what cannot be read, that it was: it is shown anew."""
+        try:
+            return await self._read(file_keys.batch_progress(record.tenant, record.id), BatchProgress)
+        except errors.BatchDamaged:
+            return BatchProgress(BatchCounts(record.lines))
 
     async def is_cancelled(self, record: BatchRecord) -> bool:
         """Whether its tenant gave it up."""
         return await self.store.find(file_keys.batch_cancel(record.tenant, record.id)) is not None
+
+    async def is_over(self, record: BatchRecord) -> bool:
+        """Whether nothing of it begins any more: its time has passed, or it was given up."""
+        return self._clock.wall_ms() >= record.expires_ms or await self.is_cancelled(record)
 
     async def input_record(self, record: BatchRecord) -> FileRecord:
         """What is recorded of its input. Raises InvalidRequest where that is gone."""
@@ -137,7 +147,7 @@ class BatchFiles:
         try:
             return msgspec.json.decode(content, type=kind) if content is not None else None
         except msgspec.DecodeError:
-            raise errors.FileStoreUnavailable("What is recorded of a batch is damaged.") from None
+            raise errors.BatchDamaged("What is recorded of a batch is damaged.") from None
 
     # ── what is written ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -148,26 +158,36 @@ class BatchFiles:
     async def write_results(self, record: BatchRecord, log: LineLog) -> Results | None:
         """Every line once, in the order in which they were told; None, and no file, where the batch has ended meanwhile.
 
-        All lines are told: who dies between two files is followed by another reading, which must give the same.
+        All lines are told. Who dies between two files is followed by another reading, and two workers may be here at once: the
+        first of them claims the groups that it read, and nobody stores a file that was made of others.
         """
-        output, error = (_ResultFile(self.store, record, is_error=is_error) for is_error in (False, True))
+        groups: Sequence[str] = await log.groups()
+        while True:
+            output, error = (_ResultFile(self.store, record, is_error=is_error) for is_error in (False, True))
+            try:
+                lines = await self._write_lines(log, groups, output, error)
+                # Behind the reading: groups are deleted only after an end, so that without one all of them were read.
+                if await self.has_ended(record):
+                    return None
+                if len(lines.told) != record.lines:
+                    raise errors.BatchDamaged("A line that was told is not there.")
+                counted = await log.claim(groups)
+                if counted == groups:
+                    kept_ms = 1_000 * record.output_expires_s if record.output_expires_s is not None else self._kept_ms
+                    now_ms, counts = self._clock.wall_ms(), BatchCounts(record.lines, lines.completed, lines.failed)
+                    return Results(await output.finish(now_ms, kept_ms), await error.finish(now_ms, kept_ms), counts)
+                groups = counted
+            finally:
+                await output.abort()
+                await error.abort()
+
+    async def _write_lines(self, log: LineLog, groups: Sequence[str], output: "_ResultFile", error: "_ResultFile") -> Lines:
         lines = Lines()
-        try:
-            async with aclosing(log.entries()) as entries:
-                async for entry in entries:
-                    if isinstance(entry, Told) and lines.add(entry):
-                        await (error if entry.is_error else output).write(entry.text)
-            # Behind the reading: groups are deleted only after an end, so that without one all of them were read.
-            if await self.has_ended(record):
-                return None
-            if len(lines.told) != record.lines:
-                raise errors.FileStoreUnavailable("A line that was told is not there.")
-            kept_ms = 1_000 * record.output_expires_s if record.output_expires_s is not None else self._kept_ms
-            now_ms, counts = self._clock.wall_ms(), BatchCounts(record.lines, lines.completed, lines.failed)
-            return Results(await output.finish(now_ms, kept_ms), await error.finish(now_ms, kept_ms), counts)
-        finally:
-            await output.abort()
-            await error.abort()
+        async with aclosing(log.entries(groups)) as entries:
+            async for entry in entries:
+                if isinstance(entry, Told) and lines.add(entry):
+                    await (error if entry.is_error else output).write(entry.text)
+        return lines
 
     async def end(self, record: BatchRecord, status: BatchStatus, progress: BatchProgress, results: Results) -> bool:
         """Let it have ended so; False where it has ended already."""
@@ -184,10 +204,10 @@ class BatchFiles:
         )
         return await self._end(record, end)
 
-    async def fail(self, record: BatchRecord, fault: BatchFault) -> None:
-        """Let it have failed: nothing of it can be run."""
+    async def fail(self, record: BatchRecord, fault: BatchFault) -> bool:
+        """Let it have failed: nothing of it can be run, or had; False where it has ended already."""
         counts = BatchCounts(record.lines)
-        await self._end(record, BatchEnd(BatchStatus.FAILED, self._clock.wall_ms(), counts, faults=(fault,)))
+        return await self._end(record, BatchEnd(BatchStatus.FAILED, self._clock.wall_ms(), counts, faults=(fault,)))
 
     async def _end(self, record: BatchRecord, end: BatchEnd) -> bool:
         is_first = await self.store.create(file_keys.batch_end(record.tenant, record.id), msgspec.json.encode(end))

@@ -128,7 +128,8 @@ class BatchRun:
     async def run(self) -> None:
         """To its end, or until it is stopped.
 
-        Raises FileStoreUnavailable; it may be run again then. Raises CallerFault where it can never be run.
+        Raises FileStoreUnavailable, or BatchDamaged for what somebody may restore; it may be run again then. Raises CallerFault
+        where it can never be run.
         """
         files, record = self._parts.files, self._record
         if await files.has_ended(record):
@@ -259,7 +260,7 @@ class BatchRun:
     async def _secure(self, line: int, generation_id: str, pieces: list[Delta]) -> None:
         made = Made(line, generation_id, pack_pieces(pieces))
         await self._log.add(made)
-        self._lines.made[line] = made
+        self._lines.add(made)
 
     def _principal(self) -> Principal:
         """Whom its lines run as. Raises Revoked, Forbidden."""
@@ -298,10 +299,16 @@ class BatchRun:
         return self._closing not in (Closing.STOPPING, Closing.ENDED)
 
     async def _tell_made(self, line: InputLine, record: GenerationRecord) -> bool:
-        """Make the answer of an execution that completed from its output; False where that is nowhere."""
-        made = self._lines.made.get(line.number)
-        if made is None or made.generation_id != record.generation_id:
-            made = await self._log.find_made(line.number, record.generation_id)
+        """Make the answer of an execution that completed from its output; False where that is nowhere.
+
+        Another worker may have made it, and may have told it since.
+        """
+        made = self._lines.output_of(line.number, record.generation_id)
+        if made is None:
+            await self._log.catch_up(self._lines)
+            if line.number in self._lines.told:
+                return True
+            made = self._lines.output_of(line.number, record.generation_id)
         if made is None:
             return False
         client = LineClient(self._parts.clock.monotonic_ns())

@@ -17,6 +17,7 @@ import msgspec
 
 from weir import errors
 from weir.batches import file_keys
+from weir.batches.kept_orders import BatchOrder, KeptOrders, order_name
 from weir.batches.listing import stored_in
 from weir.core.batches.batch_records import (
     BATCH_ID_PREFIX,
@@ -70,17 +71,6 @@ class DeskBounds:
     uploads_max: int = 64  # at a time at one gateway: each holds a line and a piece
     tenant_uploads_max: int = 4  # of them, for one tenant
     lines: InputBounds = field(default_factory=InputBounds)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchOrder:
-    """A batch as it is asked for. window: as written. output_expires_s: of its result files, None for the default."""
-
-    input_file_id: str
-    endpoint: str
-    window: str
-    metadata: dict[str, str] = field(default_factory=dict)
-    output_expires_s: int | None = None
 
 
 @dataclass(slots=True)
@@ -213,6 +203,7 @@ class BatchDesk:
     def __init__(self, store: FileStore, clock: Clock, entropy: Entropy, bounds: DeskBounds, read_request: ReadRequest) -> None:
         self.bounds = bounds
         self._store = store
+        self._orders = KeptOrders(store)
         self._clock = clock
         self._entropy = entropy
         self._read_request = read_request
@@ -332,36 +323,53 @@ class BatchDesk:
 
     # ── batches ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def create(self, principal: Principal, snapshot: Snapshot, order: BatchOrder) -> BatchView:
-        """Ask for a batch, which a worker then runs.
+    async def create(self, principal: Principal, snapshot: Snapshot, order: BatchOrder, key: str | None = None) -> BatchView:
+        """Ask for a batch, which a worker then runs; or, with the key of an order that is kept, for the batch that it became.
 
         Raises NotFound for the file, InvalidRequest, what an unaffordable file raises, NotAllowedNow where too many of the
-        tenant's batches are open, FileStoreUnavailable: then it may be there or not.
+        tenant's batches are open, RequestIdReused, FileStoreUnavailable: then it may be there or not.
         """
-        tenant, period_ms = principal.tenant, window_ms(order.window)
+        tenant = principal.tenant
+        window_ms(order.window)  # refused before anything is looked up
         async with self._turn(tenant):
-            file = await self._input(principal, order)
-            refuse_unaffordable(file, principal, snapshot)
-            await self._refuse_too_many(tenant)
-            now_ms = self._clock.wall_ms()
-            record = BatchRecord(
-                id=self._new_id(BATCH_ID_PREFIX),
-                tenant=tenant,
-                application=principal.application,
-                key=principal.key,
-                input_file_id=file.id,
-                endpoint=file.endpoint,
-                window=order.window,
-                created_ms=now_ms,
-                expires_ms=now_ms + period_ms,
-                lines=file.lines,
-                metadata=order.metadata,
-                output_expires_s=order.output_expires_s,
-            )
-            # The mark first: without it nobody would run the batch; without the batch nobody minds the mark.
-            await self._store.create(file_keys.open_batch(record.id), msgspec.json.encode(OpenBatch(tenant)))
-            await self._store.create(file_keys.batch_record(tenant, record.id), msgspec.json.encode(record))
-        return view_of(record, None, None, None)
+            known = await self._orders.find(tenant, key, order) if key is not None else None
+            view = await self._view(tenant, known) if known is not None else None
+            if view is None:
+                file = await self._input(principal, order)
+                refuse_unaffordable(file, principal, snapshot)
+                await self._refuse_too_many(tenant)
+                batch_id = known or self._new_id(BATCH_ID_PREFIX)
+                if key is not None and known is None:
+                    batch_id = await self._orders.keep(tenant, key, order, batch_id)
+                view = await self._begin(principal, order, file, batch_id, order_name(key) if key is not None else "")
+            if key is not None and view.end is None:  # a mark without a batch goes after a day, and perhaps went just now
+                await self._mark_open(view.record)
+        return view
+
+    async def _begin(self, principal: Principal, order: BatchOrder, file: FileRecord, batch_id: str, note: str) -> BatchView:
+        now_ms = self._clock.wall_ms()
+        record = BatchRecord(
+            id=batch_id,
+            tenant=principal.tenant,
+            application=principal.application,
+            key=principal.key,
+            input_file_id=file.id,
+            endpoint=file.endpoint,
+            window=order.window,
+            created_ms=now_ms,
+            expires_ms=now_ms + window_ms(order.window),
+            lines=file.lines,
+            metadata=order.metadata,
+            output_expires_s=order.output_expires_s,
+            order=note,
+        )
+        # The mark first: without it nobody would run the batch; without the batch nobody minds the mark.
+        await self._mark_open(record)
+        is_first = await self._store.create(file_keys.batch_record(record.tenant, batch_id), msgspec.json.encode(record))
+        return view_of(record, None, None, None) if is_first else await self.batch(principal, batch_id)
+
+    async def _mark_open(self, record: BatchRecord) -> None:
+        await self._store.create(file_keys.open_batch(record.id), msgspec.json.encode(OpenBatch(record.tenant)))
 
     async def _input(self, principal: Principal, order: BatchOrder) -> FileRecord:
         file = await self.file(principal, order.input_file_id)

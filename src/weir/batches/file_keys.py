@@ -3,7 +3,9 @@
 <tenant>/files/<file>.json    its record            <tenant>/files/<file>.data       its content
 <tenant>/batches/<batch>.json as asked for          <tenant>/batches/<batch>.cancel  that it was given up
                 /<batch>.progress                   <tenant>/batches/<batch>.end     how it ended, once
+                /<key>.order                        which batch an idempotency key stands for
 <tenant>/<batch>/<number>.<worker>                  what its lines became, in groups
+                /counted                            the groups that count, once its result files are written
 _open/batches/<batch>                               names the tenant; there until it has ended
 """
 
@@ -26,7 +28,7 @@ def file_content(tenant: str, file_id: str) -> str:
 
 
 def batches_folder(tenant: str) -> str:
-    """All batches of a tenant, up to four keys each."""
+    """All batches of a tenant, up to five keys each."""
     return f"{tenant}/batches"
 
 
@@ -50,9 +52,19 @@ def batch_end(tenant: str, batch_id: str) -> str:
     return f"{tenant}/batches/{batch_id}.end"
 
 
+def batch_order(tenant: str, name: str) -> str:
+    """Of an idempotency key: written before anything of its batch, and deleted before it."""
+    return f"{tenant}/batches/{name}.order"
+
+
 def groups_folder(tenant: str, batch_id: str) -> str:
     """What its lines became."""
     return f"{tenant}/{batch_id}"
+
+
+def counted_groups(tenant: str, batch_id: str) -> str:
+    """Which of the groups count, written once; behind all of them in their folder, and deleted with it."""
+    return f"{tenant}/{batch_id}/counted"
 
 
 def open_batch(batch_id: str) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from weir import errors
 from weir.core.output import Delta, ShapedDelta, Vectors
 
 _SHAPED, _VECTORS = 0, 1
@@ -26,8 +27,11 @@ def pack_pieces(pieces: Sequence[Delta]) -> bytes:
 
 
 def unpack_pieces(content: bytes) -> list[Delta]:
-    """What was packed. Raises msgspec.DecodeError or ValidationError where it is damaged."""
-    return [_piece(part) for part in msgspec.msgpack.decode(content)]
+    """What was packed. Raises BatchDamaged."""
+    try:
+        return [_piece(part) for part in msgspec.msgpack.decode(content)]
+    except (msgspec.DecodeError, TypeError, ValueError):
+        raise errors.BatchDamaged("The output of a line is damaged.") from None
 
 
 def _piece(part: Any) -> Delta:

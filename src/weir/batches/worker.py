@@ -7,6 +7,7 @@ once and the store lets each batch end once; engines then repeat some lines.
 import asyncio
 import traceback
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,7 +159,9 @@ class BatchWorker:
         except errors.Forbidden:  # its tenant is disabled, which an administrator may change
             self._try_again(record)
         except errors.CallerFault as wrong:
-            await self._fail(record, wrong)
+            await self._fail(record, BatchFault(wrong.code, wrong.detail, param=wrong.members.get("field")))
+        except errors.BatchDamaged as fault:
+            await self._set_aside(record, fault)
         except errors.FileStoreUnavailable as fault:
             _log.warning("batch_interrupted", batch=record.id, tenant=record.tenant, detail=fault.detail)
             self._try_again(record)
@@ -168,10 +171,18 @@ class BatchWorker:
         finally:
             self._runs.pop(record.id)
 
-    async def _fail(self, record: BatchRecord, wrong: errors.CallerFault) -> None:
+    async def _set_aside(self, record: BatchRecord, fault: errors.BatchDamaged) -> None:
+        """Somebody may restore what is damaged while the batch has time; behind that nothing else could ever end it."""
+        _log.error("batch_damaged", batch=record.id, tenant=record.tenant, detail=fault.detail)
+        self._try_again(record, _BROKEN_S)
+        with suppress(errors.FileStoreUnavailable):
+            if await self._files.is_over(record):
+                await self._fail(record, BatchFault(fault.code, fault.detail))
+
+    async def _fail(self, record: BatchRecord, fault: BatchFault) -> None:
         try:
-            await self._files.fail(record, BatchFault(wrong.code, wrong.detail, param=wrong.members.get("field")))
-            self._count_end(BatchStatus.FAILED)
+            if await self._files.fail(record, fault):
+                self._count_end(BatchStatus.FAILED)
             self._again.pop(record.id, None)
         except errors.FileStoreUnavailable:
             self._try_again(record)

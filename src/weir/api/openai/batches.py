@@ -3,12 +3,12 @@
 from typing import Any
 
 from weir import errors
-from weir.api.compatible_fields import check_labels
+from weir.api.compatible_fields import check_labels, key_of
 from weir.api.door import Call, Door, Methods
 from weir.api.openai.files import ANCHOR, EXPIRY_FIELDS, EXPIRY_S_MAX, EXPIRY_S_MIN, SECONDS_ACCEPTED, page_object
 from weir.api.openai.list_query import ListQuery
 from weir.api.wire import Fields, Rendered, openai_error, refuse_field
-from weir.batches.desk import BatchOrder
+from weir.batches.kept_orders import BatchOrder
 from weir.core.batches.batch_records import BATCH_ID_PREFIX, ENDPOINTS, BatchFault, BatchStatus
 from weir.core.batches.batch_view import BatchView
 from weir.units import Millis
@@ -52,7 +52,8 @@ class BatchesSurface:
     async def _create(self, call: Call) -> None:
         principal, document = await self._door.keyed_document(call)
         desk = self._door.desk()
-        view = await desk.create(principal, self._door.gateway.inbox.snapshot, parse_batch(document))
+        order, key = parse_batch(document), key_of(call.exchange.headers)
+        view = await desk.create(principal, self._door.gateway.inbox.snapshot, order, key)
         await self._door.send_json(call, batch_object(view))
 
     async def _list(self, call: Call) -> None:

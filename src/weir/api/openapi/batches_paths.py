@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from weir import errors
 from weir.api.openai import batches, files, upload_form
 from weir.api.openapi.answers import CONNECTION, OPENAI, PROBLEM, WITH_KEY, Answers, Errors, answer, refusals, together
-from weir.api.openapi.generation_fields import body_of
+from weir.api.openapi.generation_fields import REQUEST_ID_PATTERN, body_of, header
 from weir.api.openapi.json_schema import (
     Json,
     answer_object,
@@ -31,7 +31,8 @@ _STORED: Errors = (errors.NotFound, errors.FileStoreUnavailable, *WITH_KEY)
 _LISTED: Errors = (errors.UnsupportedField, *_STORED)
 _CHANGED: Errors = (errors.NotAllowedNow, *_STORED)
 _UPLOADED: Errors = (errors.UnsupportedField, errors.QueueFull, *_CHANGED)
-_CREATED: Errors = (errors.UnknownAlias, errors.ExceedsLimitCapacity, *_UPLOADED)
+_CREATED: Errors = (errors.UnknownAlias, errors.ExceedsLimitCapacity, errors.RequestIdReused, *_UPLOADED)
+_KEY = "The same key of your tenant's with the same order answers with the same batch, as it is by then; absent: a new one."
 _EXAMPLE: Json = {"input_file_id": "file-0…", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
 
 
@@ -278,6 +279,7 @@ def _batch_paths() -> dict[str, dict[str, Json]]:
             described,
             _answers("The batch, to be run.", "Batch", _CREATED, _links("batch_id", followed)),
         ),
+        "parameters": [header("Idempotency-Key", _KEY, {"type": "string", "pattern": REQUEST_ID_PATTERN})],
         "requestBody": body_of("BatchRequest", "What to run.", _EXAMPLE),
     }
     page = {

@@ -167,7 +167,7 @@ GUIDE: Mapping[type[WeirError], Advice] = {
     ),
     errors.FileStoreUnavailable: Advice(
         "Where files and batches are kept cannot be reached or written now; the outcome of a write may be unknown.",
-        "Send it again after `Retry-After`; look at the list of batches before you create one again.",
+        "Send it again after `Retry-After`, a batch with its `Idempotency-Key`; without one look at the list of batches first.",
         Wait.ESTIMATE,
     ),
     errors.ArtifactsUnavailable: Advice("Artifacts cannot be kept or read now.", "Send it again later; look at the disk."),
@@ -192,6 +192,10 @@ GUIDE: Mapping[type[WeirError], Advice] = {
     ),
     errors.Shutdown: Advice("The platform is shutting down.", "Send it again, to another one.", Wait.ESTIMATE),
     errors.DeadlineExceeded: Advice("The deadline passed; you pay what was delivered.", "Give it longer, or ask for less."),
+    errors.BatchDamaged: Advice(
+        "What the file store has of a batch is gone or damaged.",
+        "Restore it while the batch has time; later, or once it is cancelled, the batch fails with this code.",
+    ),
     errors.LinkFault: Advice("A link between parts broke, or was refused.", "Look at the log of both ends."),
     errors.StaleEpoch: Advice("A newer coordinator writes to this store.", "Nothing: it is how an older one learns to stop."),
     errors.StateLocked: Advice("Another process owns the state directory.", "Stop that one first."),
@@ -201,8 +205,8 @@ GUIDE: Mapping[type[WeirError], Advice] = {
 }
 """One row for each leaf of the tree; a test holds it to be complete."""
 
-INTERNAL = (errors.LinkFault, errors.StaleEpoch, errors.StateLocked, errors.StateUnreadable)
-"""They never leave the process."""
+INTERNAL = (errors.BatchDamaged, errors.LinkFault, errors.StaleEpoch, errors.StateLocked, errors.StateUnreadable)
+"""No request is answered with them."""
 
 MANAGEMENT_ONLY = (
     errors.AlreadyExists,

@@ -78,7 +78,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     """A batch as it was asked for. key: the credential that its lines run as. window: as written.
 
     expires_ms: wall time at which what is not done is given up. output_expires_s: how long its result files are kept, None for
-    the default.
+    the default. order: the name of the note of its idempotency key, empty without one.
     """
 
     id: str
@@ -93,6 +93,14 @@ class BatchRecord(msgspec.Struct, frozen=True):
     lines: int
     metadata: dict[str, str] = {}
     output_expires_s: int | None = None
+    order: str = ""
+
+
+class KeptOrder(msgspec.Struct, frozen=True):
+    """Which batch an idempotency key stands for, and a digest of what was ordered under it."""
+
+    batch: str
+    digest: str
 
 
 class OpenBatch(msgspec.Struct, frozen=True):
