@@ -82,6 +82,7 @@ class RoomMachine(RuleBasedStateMachine):
     def sums_are_those_of_the_lanes(self) -> None:
         """What is reserved is what runs reserved, and nothing is left of what ended."""
         assert self.room.kv_tokens == sum(self.kv.values())
+        assert {lane: self.room.taken(lane) for lane in self.kv} == self.kv
         assert self.room.prefill_tokens == sum(self.prefills.values())
 
     @invariant()

@@ -192,6 +192,7 @@ _ACQUIRE = Acquire(
     waited_ns=INT64_MAX,
     session_key=_TEXT,
     prefix=(_BYTES, b""),
+    yields=True,
 )
 _FINISH = Finish(1, 2, FinishReason.STALLED, 3, AttemptUsage(1, 2, 3, Basis.ENGINE), 0.1, 1e-9, _TEXT, False)
 _RUN = Run(1, _REPLICA, 2, INT64_MAX, 3, True, True, True)

@@ -91,6 +91,16 @@ def test_nothing_starts_without_entries_or_replicas() -> None:
     assert next_start([_queue(("t", 1))], []) is None
 
 
+def test_who_may_not_start_is_passed_over_as_if_absent() -> None:
+    """Protects those who may: the next of another flow starts, and who was passed over keeps its turn."""
+    queue, replicas = _queue(("one", 1), ("two", 2)), [_replica("r", 1)]
+    start = next_start([queue], replicas, None, lambda key: key != 1)
+    assert start is not None and start.waiting.key == 2 and not start.passed
+    assert next_start([queue], replicas, None, lambda key: False) is None
+    first = next_start([queue], replicas)
+    assert first is not None and first.waiting.key == 1
+
+
 def test_what_holds_the_beginning_takes_it() -> None:
     """Protects affinity through the schedule: the start names the replica that holds the prompt's beginning, and how much."""
     index, marks = PrefixIndex(), (b"first", b"second")
