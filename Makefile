@@ -223,6 +223,10 @@ bench-scheduling: setup ## What the scheduler delivers in simulated fleets, besi
 bench-demo: setup models ## TTFT and TPOT of the demo's model at 1, 2 and 3 clients; on idle cores
 	@$(BIN)/python -m benchmarks.demo
 
+.PHONY: bench-beside
+bench-beside: setup models ## What interactive requests see beside a batch, on the demo's model: ten minutes, on idle cores
+	@$(BIN)/python -m benchmarks.beside $(ARGS)
+
 .PHONY: bench-programs
 bench-programs:
 	@missing=""; for program in gcc nginx; do \

@@ -5,24 +5,21 @@ everything from the batch's creation to its result file: reading its line, the p
 charged for, progress and results. Its upload, with the check of every line, is shown apart. Run by `make bench-batches`.
 """
 
-import json
 import sys
 import time
-from http.client import HTTPConnection
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.batch_orders import chat_lines, created, ended, uploaded
 from benchmarks.measures import ANSWER_TOKENS, MEASURES, take
-from benchmarks.programs import ALIAS, ROOT, Gateway, build, call, cpu_ns, run_engine, run_weir
+from benchmarks.programs import ROOT, Gateway, build, call, cpu_ns, run_engine, run_weir
 
 REPEATS = 3
 LINES = 4_000
 RUN_S_MAX = 120
-_BOUNDARY = "weir-bench"
 _PROMPT = "x " * 100
 
 
@@ -54,16 +51,10 @@ def _batch(cell: Gateway) -> dict[str, float]:
     """CPU µs of a line and of its upload, and lines a second of one batch."""
     assert cell.pid is not None and cell.api_key is not None
     before_ns = cpu_ns(cell.pid)
-    file_id = _uploaded(cell)["id"]
+    file_id = uploaded(cell, chat_lines([_PROMPT] * LINES, ANSWER_TOKENS))
     uploaded_ns = cpu_ns(cell.pid)
     began = time.monotonic()
-    asked = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "1h"}
-    batch = call(cell.port, "POST", "/v1/batches", asked, cell.api_key)
-    while batch["status"] not in ("completed", "failed", "expired", "cancelled"):
-        if time.monotonic() - began > RUN_S_MAX:
-            sys.exit(f"bench: the batch did not end: {batch}")
-        time.sleep(0.2)
-        batch = call(cell.port, "GET", f"/v1/batches/{batch['id']}", None, cell.api_key)
+    batch = ended(cell, created(cell, file_id), RUN_S_MAX)
     took_s = time.monotonic() - began
     ended_ns = cpu_ns(cell.pid)
     if batch["request_counts"] != {"total": LINES, "completed": LINES, "failed": 0}:
@@ -73,28 +64,6 @@ def _batch(cell: Gateway) -> dict[str, float]:
         "line": (ended_ns - uploaded_ns) / 1_000 / LINES,
         "lines a second": LINES / took_s,
     }
-
-
-def _uploaded(cell: Gateway) -> Any:
-    """The file of a batch."""
-    body = {"model": ALIAS, "messages": [{"role": "user", "content": _PROMPT}], "max_tokens": ANSWER_TOKENS}
-    lines = "".join(
-        json.dumps({"custom_id": f"line-{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}) + "\n"
-        for number in range(LINES)
-    )
-    part = f'--{_BOUNDARY}\r\nContent-Disposition: form-data; name="'
-    form = f'{part}purpose"\r\n\r\nbatch\r\n{part}file"; filename="x.jsonl"\r\n\r\n{lines}\r\n--{_BOUNDARY}--\r\n'
-    connection = HTTPConnection("127.0.0.1", cell.port, timeout=RUN_S_MAX)
-    try:
-        headers = {"Content-Type": f"multipart/form-data; boundary={_BOUNDARY}", "Authorization": f"Bearer {cell.api_key}"}
-        connection.request("POST", "/v1/files", form.encode(), headers)
-        answer = connection.getresponse()
-        text = answer.read()
-    finally:
-        connection.close()
-    if answer.status != 200:
-        sys.exit(f"bench: the upload was answered {answer.status}: {text[:500]!r}")
-    return json.loads(text)
 
 
 if __name__ == "__main__":

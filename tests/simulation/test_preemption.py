@@ -14,7 +14,7 @@ from weir.core.endings import FinishReason
 from weir.core.ledger.records import SettleRecord
 from weir.core.metering import Basis
 from weir.core.tenancy import ServiceClass
-from weir.messages import Admitted, AttemptUsage, Down, Finish, Granted, Rejected, Stopped, StopRequest
+from weir.messages import Admitted, AttemptUsage, Down, Finish, Granted, Progress, Rejected, Stopped, StopRequest
 
 LANES = 2
 GRACE_S = CONFIG.yield_after_ms / 1e3
@@ -27,12 +27,14 @@ async def a_moment() -> None:
     await asyncio.sleep(0.05)
 
 
-async def lines(gateway: Listening, number: int, tenant: int = 0) -> list[int]:
-    """So many lines of a batch, one after the other."""
+async def lines(gateway: Listening, number: int, tenant: int = 0, *, writes: bool = True) -> list[int]:
+    """So many lines of a batch, one after the other. writes: those that start have read their prompts."""
     refs = []
     for _ in range(number):
         refs.append(gateway.ask(tenant, **LINE | LONG))
         await a_moment()
+        if writes and gateway.about(refs[-1], Granted):
+            gateway.say(Progress(refs[-1], 1, has_output=True))
     return refs
 
 
@@ -276,13 +278,17 @@ def test_one_that_would_be_made_room_for_is_not_refused() -> None:
     play(script, LANES)
 
 
-def test_none_is_let_in_for_lines_that_keep_their_lanes() -> None:
-    """Protects deadlines: without a line that makes room the wait is predicted as ever."""
+@pytest.mark.parametrize("kind", ["no line", "a line that reads"])
+def test_none_is_let_in_for_what_makes_no_room_soon(kind: str) -> None:
+    """Protects deadlines: without a line that stops soon the wait is predicted as ever."""
 
     async def script(stand: Stand) -> None:
         gateway = stand.gateway("one.1")
         await learned(gateway, 20)
-        running = [gateway.ask(0, **LONG) for _ in range(4)]
+        if kind == "no line":
+            running = [gateway.ask(0, **LONG) for _ in range(4)]
+        else:
+            running = await lines(gateway, 4, writes=False)
         await a_moment()
         hasty = gateway.ask(1, deadline_left_ms=10_000)
         await a_moment()

@@ -94,6 +94,24 @@ def test_what_only_slipped_past_keeps_no_lane() -> None:
     play(script, 16, kv_tokens=1_600)
 
 
+def test_lines_that_read_stop_last() -> None:
+    """Protects whoever waits: an engine in the middle of a prompt stops late, and one that writes at once."""
+
+    async def script(stand: Stand) -> None:
+        gateway = stand.gateway("one.1")
+        writing = await lines(gateway, 2)
+        reading = await lines(gateway, 2, writes=False)
+        waiting = [gateway.ask(1, **LONG) for _ in range(3)]
+        await asyncio.sleep(1.2 * GRACE_S)
+        assert asked_to_stop(gateway, writing) == writing and asked_to_stop(gateway, reading) == reading[1:]
+        for ref in [*writing, reading[1]]:
+            make_room(gateway, ref)
+        await a_moment()
+        await end_all(stand, gateway, [*writing, *reading, *waiting])
+
+    play(script, LANES)
+
+
 def test_each_waits_for_its_own_grace() -> None:
     """Protects lines: who has just come has not waited."""
 

@@ -25,7 +25,7 @@ from weir.units import NANOS_PER_SECOND, Millis, Nanos, ns_from_ms
 RUNS_IN_VAIN_MAX: Final = 3
 """So often a request runs in vain before it may keep a lane."""
 _STOP_MS: Millis = 250
-"""What an engine takes to stop, rather too long: it looks between two steps of its batch."""
+"""What an engine takes to stop writing, rather too long: it looks between two steps of its batch."""
 _PENDING_NS: Nanos = NANOS_PER_SECOND
 """For which a lane that was asked for is on its way, and kept for whom it was; then another one is asked for."""
 _CLAIMS_MAX, _LOOKS_MAX = 256, 16
@@ -142,11 +142,8 @@ class Preemption:
             return None
         for number, line in enumerate(reversed(pool.lines.values())):
             replica = line.placement.replica
-            if (
-                not line.keeps
-                and replica.takes_work
-                and _site_of(replica).with_one(line.kv_tokens, -1).has_room(need.kv_tokens)
-            ):
+            stops_soon = not line.keeps and line.placement.has_output and replica.takes_work
+            if stops_soon and _site_of(replica).with_one(line.kv_tokens, -1).has_room(need.kv_tokens):
                 return int(caution * (self._yield_after_ms + _STOP_MS))
             if number == _LOOKS_MAX:
                 break
@@ -196,6 +193,7 @@ class Preemption:
             if is_pending and (name := line.placement.replica.name) in sites:
                 sites[name] = sites[name].with_one(line.kv_tokens, -1)
         able = [(key, line) for key, line in reversed(pool.lines.items()) if line.may_be_asked]
+        able.sort(key=lambda each: not each[1].placement.has_output)  # an engine that reads a prompt stops late
         lent = [Lent(key, line.placement.replica.name, line.kv_tokens) for key, line in able]
         return [pool.lines[key] for key in who_makes_room(claims, sites, lent)]
 
