@@ -17,7 +17,7 @@ from weir.sim.virtual_loop import VirtualLoop, run
 from weir.sim.world import REVISION, Spec, first_snapshot
 from weir.storage.memory import MemoryLedger
 
-SCOPES = scopes_of("tenant-0", "app", "000000000000", "assistant")
+SCOPES = scopes_of("tenant-0", "app", "000000000000", "assistant", ServiceClass.INTERACTIVE)
 LIMITS = {Scope("tenant-0"): Limits(tokens_per_minute=600)}
 GROUP_MS = 5
 
