@@ -1,6 +1,6 @@
 """What one coordinator costs per request with 1, 2 and 4 gateways. Run by `make bench-coordinator`.
 
-The coordinator is whole (admission with limits in six scopes, fair queue, placement on 64 replicas, ledger on the disk, links)
+The coordinator is whole (admission with limits in every scope, fair queue, placement on 64 replicas, ledger on the disk, links)
 and alone in its process, whose CPU time is read from the system: with SQLite that executes the statements too, with PostgreSQL
 the server does, which is not counted. The gateways are processes that speak the link's protocol and do nothing else: each asks
 at a steady rate, shows a first output at once, finishes and says that its engine stopped. Whole answers, so that each request

@@ -35,7 +35,7 @@ from weir.coordinator.journal import Journal
 from weir.core.ledger.book import Book, Taken
 from weir.core.ledger.records import BucketTake, ExecutionId, HoldRecord, SettleRecord, StepRecord
 from weir.core.metering import Charge, Price, Worst, worst_case
-from weir.core.tenancy import Limits, Scope, scopes_of
+from weir.core.tenancy import Limits, Scope, ServiceClass, scopes_of
 from weir.ports import LedgerStore
 from weir.storage.database import open_sqlite
 from weir.storage.memory import MemoryLedger
@@ -47,7 +47,7 @@ AT_ONCE, NAIVE_AT_ONCE = 500, 32
 CLOSED_S, OPEN_S = 3.0, 3.0
 OPEN_PER_S = 1_000
 PRICE = Price(1, 200_000, 50_000, 600_000)
-SCOPES = [scopes_of(f"tenant-{n % 10}", "app", f"key-{n}", "assistant") for n in range(50)]
+SCOPES = [scopes_of(f"tenant-{n % 10}", "app", f"key-{n}", "assistant", ServiceClass.INTERACTIVE) for n in range(50)]
 LIMITS = {
     Scope(f"tenant-{n}"): Limits(10**9, 10**12, 10**6, spend_microusd_per_month=10**15, spend_microusd_lifetime=10**15)
     for n in range(10)

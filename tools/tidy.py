@@ -39,6 +39,9 @@ EXEMPTIONS: Mapping[tuple[str, str], str] = {
     ("parameters", "src/weir/cli/revision.py::register"): "each is an option of the command line",
     ("parameters", "src/weir/cli/trusted_key.py::add"): "each is an option of the command line",
     ("parameters", "src/weir/cli/pool.py::create"): "each is an option of the command line",
+    ("parameters", "src/weir/cli/limit.py::set_limits"): "each is an option of the command line",
+    ("parameters", "src/weir/cli/limit.py::remove"): "each is an option of the command line",
+    ("parameters", "src/weir/cli/limit.py::show"): "each is an option of the command line",
     ("parameters", "src/weir/cli/tenant.py::create"): "each is an option of the command line",
     ("parameters", "src/weir/cli/tenant.py::change"): "each is an option of the command line",
 }

@@ -230,13 +230,14 @@ class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
 
 
 class AskStanding(msgspec.Struct, frozen=True, tag="ask_standing"):
-    """Ask for the caller's per-minute limits; answered by `standing_found`."""
+    """Ask for the caller's per-minute limits; answered by `standing_found`. An older gateway names no class."""
 
     query: int
     tenant: str
     application: str
     key: str
     alias: str
+    service_class: ServiceClass = ServiceClass.INTERACTIVE
 
 
 Up: TypeAlias = Register | Acquire | Progress | Finish | Stopped | Reattach | ReattachedAll | CancelById | Lookup | AskStanding

@@ -21,7 +21,7 @@ from weir.core.registry.rollout_record import Rollout
 from weir.core.registry.signed_manifest import SignedManifest
 from weir.core.registry.snapshot import Snapshot
 from weir.core.request import Message, Sampling
-from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Scope, Tenant
+from weir.core.tenancy import AdminKey, ApiKey, Application, Limits, Scope, ServiceClass, Tenant
 from weir.errors import WeirError
 from weir.messages import Down, GenerationRecord, ReplicaAddress, Up
 from weir.units import Bytes, MicroDollars, Millis, Nanos, Tokens
@@ -175,12 +175,13 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LeafBalance:
-    """Posted amounts of one (tenant, application, key, alias) in one budget window."""
+    """Posted amounts of one (tenant, application, key, alias, service class) in one budget window."""
 
     tenant: str
     application: str
     key: str
     alias: str
+    service_class: ServiceClass
     window: str
     spent_microusd: MicroDollars
     spent_tokens: Tokens
@@ -201,6 +202,7 @@ class RecentTake:
     net_units: int
     at_ms: Millis
     hold: ExecutionId | None = None
+    service_class: ServiceClass | None = None
 
 
 @dataclass(frozen=True, slots=True)

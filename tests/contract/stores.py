@@ -110,7 +110,13 @@ def execution(request_id: str = "r", number: int = 1, tenant: str = "acme") -> E
 
 
 def hold(
-    seq: int, named: ExecutionId, *, at_ms: int = T0_MS, key: str = "key", windows: tuple[str, ...] = WINDOWS
+    seq: int,
+    named: ExecutionId,
+    *,
+    at_ms: int = T0_MS,
+    key: str = "key",
+    windows: tuple[str, ...] = WINDOWS,
+    service_class: ServiceClass = ServiceClass.INTERACTIVE,
 ) -> HoldRecord:
     """A hold of 100 input and 200 output tokens, worth 5,000 micro-dollars."""
     return HoldRecord(
@@ -124,7 +130,7 @@ def hold(
         alias="assistant",
         revision="rev-1",
         pool="pool-1",
-        service_class=ServiceClass.INTERACTIVE,
+        service_class=service_class,
         workload_class="short",
         surface="native",
         stream=True,

@@ -118,6 +118,8 @@ BAD_INPUT: tuple[tuple[str, str, Any, str, str | None], ...] = (
     ("PUT", "limits", {"scope": {"tenant": "nobody"}, "concurrency": 1}, "not_found", None),
     ("PUT", "limits", {"scope": {"tenant": "acme", "alias": "nothing"}, "concurrency": 1}, "not_found", None),
     ("PUT", "limits", {"scope": {"tenant": "acme", "user": "x"}, "concurrency": 1}, "invalid_request", "user"),
+    ("PUT", "limits", {"scope": {"tenant": "acme", "service_class": "x"}}, "invalid_request", "scope.service_class"),
+    ("PUT", "limits", {"scope": {"tenant": "acme", "service_class": 1}}, "invalid_request", "scope.service_class"),
     ("PUT", "limits", {"scope": {}, "concurrency": 1}, "invalid_request", "scope.tenant"),
     ("PUT", "limits", {"scope": None}, "invalid_request", "scope"),
     ("PUT", "limits", {"concurrency": 1}, "invalid_request", "scope"),
@@ -141,6 +143,7 @@ BAD_INPUT: tuple[tuple[str, str, Any, str, str | None], ...] = (
     ("PUT", "revisions/small-1/price", PRICE | {"currency": "EUR"}, "invalid_request", "currency"),
     ("GET", "limits?tenant=nobody", None, "not_found", None),
     ("GET", "limits?user=x", None, "invalid_request", "user"),
+    ("GET", "limits?service_class=x", None, "invalid_request", "service_class"),
     ("GET", "usage?tenant=nobody", None, "not_found", None),
     ("GET", "usage?group_by=colour", None, "invalid_request", "group_by"),
     ("GET", "usage?group_by=day,day", None, "invalid_request", "group_by"),
@@ -242,6 +245,25 @@ async def test_limits_merge_and_read_back_as_set(stand: Stand) -> None:
     removed = dict.fromkeys(LIMIT_NAMES)
     assert await stand.good("PUT", "/admin/v1/limits", {"scope": scope, **removed}) == {"scope": scope}
     assert await stand.good("GET", "/admin/v1/limits", params=query) == {"limits": []}
+
+
+async def test_limits_of_a_class_are_an_entry_of_their_own(stand: Stand) -> None:
+    """Protects the contract of `service_class`: in the body, in the query and in what is shown, and absent where not set."""
+    [wide] = (await stand.good("GET", "/admin/v1/limits?tenant=acme"))["limits"]
+    for name, amount in (("batch", 2), ("interactive", 3)):
+        scope = {"tenant": "acme", "alias": "assistant", "service_class": name}
+        entry = await stand.good("PUT", "/admin/v1/limits", {"scope": scope, "concurrency": amount})
+        assert entry == {"scope": scope, "concurrency": amount}
+        query = {"tenant": "acme", "service_class": name}
+        assert await stand.good("GET", "/admin/v1/limits", params=query) == {"limits": [entry]}
+    await stand.good("PUT", "/admin/v1/limits", {"scope": scope, "concurrency": None})
+    shown = (await stand.good("GET", "/admin/v1/limits", params={"tenant": "acme", "service_class": ""}))["limits"]
+    assert [(each["scope"].get("service_class"), each.get("concurrency")) for each in shown] == [
+        (None, wide.get("concurrency")),
+        ("batch", 2),
+    ]
+    [entry] = (await stand.good("GET", "/admin/v1/audit?limit=1"))["entries"]
+    assert entry["subject"] == "tenant=acme/alias=assistant/service_class=interactive"
 
 
 async def test_a_key_alone_names_its_application_in_the_entry(stand: Stand) -> None:

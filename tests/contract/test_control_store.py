@@ -117,6 +117,10 @@ FULL = CatalogChange(
         (Scope("acme", alias="assistant"), Limits(concurrency=3)),
         (Scope("acme", "all"), Limits(tokens_per_minute=5)),
         (Scope("acme", "all", "0a", "assistant"), Limits(spend_microusd_lifetime=0)),
+        (Scope("globex", service_class=ServiceClass.BATCH), Limits(concurrency=4)),
+        (Scope("globex", service_class=ServiceClass.INTERACTIVE), Limits(concurrency=5)),
+        (Scope("globex", "jobs", "0b", "assistant"), Limits(tokens_per_day=6)),
+        (Scope("globex", "jobs", "0b", "assistant", ServiceClass.BATCH), Limits(tokens_per_day=7, concurrency=0)),
     ],
 )
 
@@ -180,6 +184,14 @@ async def test_what_a_change_makes_of_a_catalog_is_known_without_reading(catalog
         CatalogChange(AUDIT, limits=[(scope, Limits(concurrency=9)), (Scope("acme", "all"), Limits())]),
         CatalogChange(AUDIT, limits=[(Scope("acme", "all"), Limits(concurrency=1)), (Scope("aaa", alias="x"), Limits(1))]),
         CatalogChange(AUDIT, limits=[(Scope("nobody"), Limits()), (Scope("acme", "all"), Limits())]),
+        CatalogChange(
+            AUDIT,
+            limits=[
+                (Scope("globex", service_class=ServiceClass.BATCH), Limits()),
+                (Scope("acme", service_class=ServiceClass.BATCH), Limits(concurrency=1)),
+                (Scope("acme", alias="assistant", service_class=ServiceClass.BATCH), Limits(concurrency=2)),
+            ],
+        ),
         CatalogChange(AUDIT, revisions=[replace(FULL.revisions[0], price=dearer)], aliases=[Alias("assistant", "rev-2", 1)]),
         CatalogChange(AUDIT, revisions=[replace(FULL.revisions[0], price=dearer, state=RevisionState.REVOKED)]),
         CatalogChange(AUDIT, applications=[Application("aaa", "app")], pools=[replace(FULL.pools[0], replicas=5)]),

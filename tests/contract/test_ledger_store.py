@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,8 +28,9 @@ from tests.contract.stores import (
 
 from weir import errors
 from weir.core.endings import FinishReason, Status
-from weir.core.ledger.records import EndRecord, ExecutionId, HoldRecord, LedgerRecord, SettleRecord, Timing
+from weir.core.ledger.records import BucketTake, EndRecord, ExecutionId, HoldRecord, LedgerRecord, SettleRecord, Timing
 from weir.core.metering import Basis
+from weir.core.tenancy import ServiceClass
 from weir.messages import GenerationRecord
 from weir.ports import (
     USAGE_GROUPS,
@@ -165,7 +167,8 @@ async def test_a_group_written_again_changes_nothing(ledger: AnyLedger) -> None:
     await ledger.write(epoch, [*group, hold(4, execution("next"))])
     recovery = await ledger.open_epoch(0)
     assert recovery.next_seq == 5
-    assert recovery.balances == [LeafBalance("acme", "app", "key", "assistant", window, 40, 100) for window in sorted(WINDOWS)]
+    leaf = ("acme", "app", "key", "assistant", ServiceClass.INTERACTIVE)
+    assert recovery.balances == [LeafBalance(*leaf, window, 40, 100) for window in sorted(WINDOWS)]
     assert (await ledger.verify()).late == 0
 
 
@@ -227,7 +230,7 @@ async def test_each_budget_window_of_a_hold_is_posted(ledger: LedgerStore) -> No
     await ledger.write(epoch, [hold(1, names[0]), hold(2, names[1], windows=NEXT_DAY), hold(3, names[2])])
     await ledger.write(epoch, [settle(4, names[0], cost=10), settle(5, names[1], cost=5), release(6, names[2])])
     first, second, month, lifetime = (
-        LeafBalance("acme", "app", "key", "assistant", *posted)
+        LeafBalance("acme", "app", "key", "assistant", ServiceClass.INTERACTIVE, *posted)
         for posted in (
             ("day/2026-01-01", 10, 100),
             ("day/2026-01-02", 5, 100),
@@ -240,6 +243,35 @@ async def test_each_budget_window_of_a_hold_is_posted(ledger: LedgerStore) -> No
     present = (await ledger.open_epoch(T0_MS + 3 * day_ms)).balances
     assert sorted(present, key=repr) == sorted([second, month, lifetime], key=repr)
     assert (await ledger.open_epoch(T0_MS + 90 * day_ms)).balances == [lifetime]
+
+
+async def test_each_class_has_balances_and_takes_of_its_own(ledger: AnyLedger) -> None:
+    """Protects limits of a class: what is posted and taken is kept by it, through a restart, the check and the retention."""
+    epoch, jobs = (await ledger.open_epoch(0)).epoch, ServiceClass.BATCH
+    names = [execution(f"r{i}") for i in range(3)]
+    take = BucketTake("app", None, None, "tokens_per_minute", 300, jobs)
+    held = [
+        msgspec.structs.replace(hold(i + 1, named, service_class=jobs), takes=(*TAKES, take))
+        for i, named in enumerate(names[:2])
+    ]
+    given = msgspec.structs.replace(take, units=200)
+    ends = [settle(7, names[0], cost=10), msgspec.structs.replace(settle(8, names[1], cost=5), returns=(given,))]
+    steps = [step(i + 4, named) for i, named in enumerate(names)]
+    await ledger.write(epoch, [*held, hold(3, names[2]), *steps, *ends])
+    await ledger.write(epoch, [settle(9, names[2], cost=7)])
+    recovery = await ledger.open_epoch(T0_MS)
+    assert [(each.service_class, each.window, each.spent_microusd, each.spent_tokens) for each in recovery.balances] == [
+        *((jobs, window, 15, 200) for window in sorted(WINDOWS)),
+        *((ServiceClass.INTERACTIVE, window, 7, 100) for window in sorted(WINDOWS)),
+    ]
+    assert all(type(each.service_class) is ServiceClass for each in recovery.balances)
+    taken = [(each.service_class, each.net_units) for each in recovery.recent_takes if each.limit == "tokens_per_minute"]
+    assert taken == [(None, 300), (jobs, 300), (None, 300), (jobs, 100), (None, 300)]
+    assert (await ledger.verify()).is_clean
+    assert await ledger.prune(recovery.epoch, T0_MS + 86_400_000, 10) == 3
+    report = await ledger.verify()
+    assert report.is_clean and (report.rolled_up, report.balances) == (3, 6)
+    assert (await ledger.open_epoch(T0_MS)).balances == recovery.balances
 
 
 async def test_usage_is_grouped_bounded_and_refuses_other_columns(ledger: LedgerStore) -> None:

@@ -217,7 +217,7 @@ async def test_taking_over_writing_and_finding_never_read_what_has_ended(
     await grown.aclose()
     await foreign.execute("VACUUM ledger_open")  # as the server does by itself every minute
     await foreign.execute(
-        "INSERT INTO ledger_balance SELECT 'acme', 'app', 'key', 'alias', 'day/' || date '2020-01-01' + number, 1, 1 "
+        "INSERT INTO ledger_balance SELECT 'acme', 'app', 'key', 'alias', 'batch', 'day/' || date '2020-01-01' + number, 1, 1 "
         "FROM generate_series(1, 2000) AS number"
     )
     before = await rows_read(foreign)

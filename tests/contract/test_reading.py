@@ -66,6 +66,7 @@ async def test_a_ledger_is_read_beside_its_writer(cell: Cell) -> None:
     ("damage", "said"),
     [
         ("UPDATE ledger_balance SET spent_microusd = spent_microusd + 1 WHERE budget_window = 'lifetime'", "lifetime is"),
+        ("UPDATE ledger_balance SET service_class = 'batch'", "acme/app/key/assistant/batch for day/2026-01-01 is"),
         ("UPDATE ledger_settlement SET cost_microusd = 6000 WHERE request_id = 'one'", "more than was held"),
         ("DELETE FROM ledger_open", "is not among the open holds"),
         ("INSERT INTO ledger_open VALUES (1)", "is among the open holds, and has ended"),
@@ -100,7 +101,7 @@ async def test_a_charge_is_checked_at_the_price_of_its_class(
     async with cell.ledger() as ledger:
         await fill(ledger)  # 71 uncached, 9 cached and 20 output tokens: at half of each amount, rounded up, 29.000009
     await alter(cell, f"INSERT INTO price VALUES ('rev-1', 7, 799999, 1, 59999, {percent})")
-    for table in ("ledger_hold", "ledger_settlement"):
+    for table in ("ledger_hold", "ledger_settlement", "ledger_balance"):
         await alter(cell, f"UPDATE {table} SET service_class = '{service_class}'")
     await alter(cell, "UPDATE ledger_settlement SET cost_microusd = 30")
     await alter(cell, "UPDATE ledger_balance SET spent_microusd = 60")
@@ -127,7 +128,7 @@ async def test_every_tenant_is_recounted_and_the_report_is_short(cell: Cell) -> 
     await alter(
         cell,
         "WITH RECURSIVE one(number) AS (SELECT 10 UNION ALL SELECT number + 1 FROM one WHERE number < 40) INSERT INTO "
-        "ledger_balance SELECT 'tenant-' || number, 'app', 'key', 'assistant', 'lifetime', 1, 1 FROM one",
+        "ledger_balance SELECT 'tenant-' || number, 'app', 'key', 'assistant', 'batch', 'lifetime', 1, 1 FROM one",
     )
     *named, last = (await verified(cell)).problems
     assert [problem.split("/")[0] for problem in named] == [f"The balance of tenant-{number}" for number in range(10, 20)]

@@ -17,7 +17,7 @@ from tests.postgres_server import shared_server
 
 from weir.core.metering import Price
 from weir.core.registry.model import Alias, Canary, Pool, RevisionPrice, RevisionState
-from weir.core.tenancy import Retention, ServiceClass, Tenant
+from weir.core.tenancy import Limits, Retention, Scope, ServiceClass, Tenant
 from weir.core.windows import FormerZone
 from weir.ports import AuditEntry, CatalogChange, ControlStore, LedgerStore, UsageQuery
 from weir.storage import database
@@ -180,6 +180,38 @@ ROWS_OF_THE_SEVENTH: list[tuple[str, Mapping[str, Any]]] = [
 ]
 
 
+ROLLED_UP = {
+    **{name: DIMENSIONS[name] for name in ("tenant", "application", "key", "alias", "revision", "workload_class")},
+    **{name: ENDED[name] for name in ("day", "status", "platform_microusd", "tenant_cached_input_tokens")},
+    "window_names": "day/2026-01-01\nlifetime",
+    "ended_day_ms": T0_MS,
+    "requests": 3,
+    "tenant_input_tokens": 4,
+    "tenant_output_tokens": 5,
+    "cost_microusd": 30,
+}
+BALANCE = {"tenant": "acme", "key": "key", "alias": "assistant", "spent_tokens": 9}
+DAY = {"budget_window": "day/2026-01-01"}
+LIMIT = {"tenant": "acme", "application": "", "key": "", "alias": "", "limit_name": "concurrency", "value": 3}
+ROWS_OF_THE_EIGHTH: list[tuple[str, Mapping[str, Any]]] = [
+    ("application", {"tenant": "acme", "name": "jobs", "service_class": "batch", "revoked": False}),
+    ("application", {"tenant": "acme", "name": "app", "service_class": "interactive", "revoked": False}),
+    ("ledger_step", {**STEP, "hold_seq": 9, "seq": 9}),
+    ("usage_rollup", ROLLED_UP),
+    ("usage_rollup", {**ROLLED_UP, "application": "jobs", "cost_microusd": 7}),
+    ("usage_rollup", {**ROLLED_UP, "application": "gone", "cost_microusd": 8}),
+    ("ledger_hold", {**HOLD_OF_THE_SEVENTH, "seq": 9, "request_id": "both", "generation_id": "gen-4"}),
+    ("ledger_settlement", {**ENDED, "seq": 10, "hold_seq": 9, "request_id": "both", "service_class": "batch"}),
+    ("ledger_balance", {**BALANCE, **DAY, "application": "app", "spent_microusd": 30}),
+    ("ledger_balance", {**BALANCE, **DAY, "application": "jobs", "spent_microusd": 7}),
+    ("ledger_balance", {**BALANCE, **DAY, "application": "gone", "spent_microusd": 8}),
+    ("ledger_balance", {**BALANCE, "application": "jobs", "spent_microusd": 7, "budget_window": "lifetime"}),
+    ("ledger_balance", {**BALANCE, "application": "gone", "spent_microusd": 8, "budget_window": "lifetime"}),
+    ("limit_entry", LIMIT),
+    ("limit_entry", {**LIMIT, "alias": "assistant", "limit_name": "tokens_per_day", "value": 0}),
+]
+
+
 def _write_as_the_first_schema(connection: Connection) -> None:
     _upgrade(connection, "0001")
     connection.execute(sa.text("UPDATE cell SET epoch = 1, last_seq = 5"))
@@ -216,6 +248,14 @@ def _write_as_the_seventh_schema(connection: Connection) -> None:
     _insert(connection, ROWS_OF_THE_SEVENTH)
     connection.execute(sa.text("UPDATE cell SET last_seq = 8"))
     connection.execute(sa.text("UPDATE ledger_balance SET spent_microusd = 100, spent_tokens = 300"))
+
+
+def _write_as_the_eighth_schema(connection: Connection) -> None:
+    _write_as_the_seventh_schema(connection)
+    _upgrade(connection, "0008")
+    connection.execute(sa.text("UPDATE cell SET last_seq = 10"))
+    connection.execute(sa.text("UPDATE ledger_balance SET spent_microusd = 180, spent_tokens = 459"))
+    _insert(connection, ROWS_OF_THE_EIGHTH)
 
 
 def _upgrade(connection: Connection, schema: str) -> None:
@@ -367,6 +407,43 @@ async def test_prices_of_the_seventh_schema_have_no_discount(opening: Any, tmp_p
         report = await ledger.verify()
         assert report.is_clean, report.problems
         assert (report.holds, report.open_holds, report.settlements) == (3, 1, 2)
+    finally:
+        await ledger.aclose()
+        await catalog.aclose()
+
+
+@pytest.mark.parametrize("opening", [_sqlite, _postgres])
+async def test_balances_of_the_eighth_schema_are_told_apart_by_class(opening: Any, tmp_path: Path) -> None:
+    """Protects money through an upgrade: each class gets what its records say, every sum stays, and limits are of all classes.
+
+    What is rolled up says no class: it gets its application's, and interactive where there is no such application any more.
+    """
+    ledger, catalog = await opening(tmp_path, _write_as_the_eighth_schema)
+    try:
+        report = await ledger.verify()
+        assert report.is_clean, report.problems
+        assert (report.holds, report.settlements, report.rolled_up, report.balances) == (4, 3, 9, 7)
+        recovery = await ledger.open_epoch(T0_MS)
+        found = {(each.application, each.service_class, each.window): each for each in recovery.balances}
+        day, jobs, talk = DAY["budget_window"], ServiceClass.BATCH, ServiceClass.INTERACTIVE
+        assert {key: (each.spent_microusd, each.spent_tokens) for key, each in found.items()} == {
+            ("app", talk, "lifetime"): (80, 159),
+            ("app", jobs, "lifetime"): (100, 300),
+            ("app", talk, day): (30, 9),
+            ("jobs", jobs, "lifetime"): (7, 9),
+            ("jobs", jobs, day): (7, 9),
+            ("gone", talk, "lifetime"): (8, 9),
+            ("gone", talk, day): (8, 9),
+        }
+        [usage] = await ledger.usage(UsageQuery())
+        assert (usage.requests, usage.cost_microusd) == (12, 195)
+        loaded = await catalog.load()
+        kept = [(Scope("acme"), Limits(concurrency=3)), (Scope("acme", alias="assistant"), Limits(tokens_per_day=0))]
+        assert loaded.limits == kept
+        scope = Scope("acme", service_class=jobs)
+        audit = AuditEntry(T0_MS, "ada", "limits.put", "acme", "{}")
+        await catalog.apply(loaded.version, CatalogChange(audit, limits=[(scope, Limits(concurrency=1))]))
+        assert (await catalog.load()).limits == [kept[0], (scope, Limits(concurrency=1)), kept[1]]
     finally:
         await ledger.aclose()
         await catalog.aclose()

@@ -27,7 +27,7 @@ from weir.core.metering import Worst
 from weir.core.registry.arguments import ACCEPTED
 from weir.core.registry.model import DEFAULT_WORKLOAD_CLASSES, EngineKind
 from weir.core.registry.rollout_plan import RolloutPlan
-from weir.core.tenancy import LIMIT_NAMES, Limits, Role, Scope, scopes_of
+from weir.core.tenancy import LIMIT_NAMES, Limits, Role, Scope, ServiceClass, scopes_of
 from weir.ports import USAGE_GROUPS
 from weir.units import Moment
 
@@ -193,7 +193,7 @@ def test_the_members_of_a_refused_limit_are_documented(limit: str) -> None:
     """Protects clients that read a refusal: the table has exactly its members, and the page says what each of them means."""
     book, now, worst = Book(), Moment(0, 1_767_268_800_000), Worst(1, 1, 2)
     book.configure({Scope("acme"): replace(Limits(), **{limit: 3})}, {}, 0)
-    scopes, taken = scopes_of("acme", "app", "key", "assistant"), 0
+    scopes, taken = scopes_of("acme", "app", "key", "assistant", ServiceClass.INTERACTIVE), 0
     while (refused := book.check(scopes, worst, now)) is None:
         book.take(taken, scopes, worst, now)
         taken += 1

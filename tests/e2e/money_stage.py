@@ -120,7 +120,8 @@ def scopes_of(caller: Caller) -> list[dict[str, str]]:
     tenant = {"tenant": caller.tenant}
     application = {**tenant, "application": "app"}
     wide = [tenant, application, {**application, "key": caller.key_id}]
-    return wide + [{**scope, "alias": ALIAS} for scope in wide]
+    wide += [{**scope, "alias": ALIAS} for scope in wide]
+    return wide + [{**scope, "service_class": "interactive"} for scope in wide]
 
 
 def worst_of(limit: str, prompt: str, most: int) -> int:

@@ -206,7 +206,7 @@ async def test_limits_and_time_zones_that_change_while_requests_run(tmp_path: Pa
             stage = Stage(cell)
             callers = [await new_caller(stage, zone.key) for _ in LIMITS]
             plays = [
-                Play(stage, caller, scopes_of(caller)[number % 6], limit)
+                Play(stage, caller, scopes_of(caller)[number % 12], limit)
                 for number, (caller, limit) in enumerate(zip(callers, LIMITS, strict=True))
             ]
             move = Move(stage, await new_caller(stage, zone.key), zone)

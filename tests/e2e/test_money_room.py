@@ -179,7 +179,7 @@ async def test_room_for_three_admits_three(tmp_path: Path, database: str, rounds
             worst = worst_of(limit, ASKED.prompt(), MOST)
             # A rest that is too small for a fourth is no room; a bucket would soon have refilled it.
             spare = worst - 1 if limit not in LIMITS[:3] and number % 2 else 0
-            asked = Round(caller, limit, scopes_of(caller)[number % 6], ROOM * worst + spare, worst, zone)
+            asked = Round(caller, limit, scopes_of(caller)[number % 12], ROOM * worst + spare, worst, zone)
             await set_limits(stage, asked.scope, **{limit: asked.amount})
             surface = SURFACES[ACTIVE[(number + CELLS.index(database)) % len(ACTIVE)]]
             began = time.monotonic()

@@ -42,7 +42,7 @@ def _limited(**limits: int) -> Book:
 def test_admitted() -> None:
     """Protects what is taken: the revision's price, every scope, and the worst case."""
     admit = decide(ASKED, SNAPSHOT, None, Book(), OPEN_DOOR, Moment(0, 0))
-    scopes = scopes_of("acme", "web", "k1", "assistant")
+    scopes = scopes_of("acme", "web", "k1", "assistant", ServiceClass.INTERACTIVE)
     assert admit == Admit(1, REVISION, REVISION.price, scopes, worst_case(REVISION.price, 100, 50, 1))
 
 

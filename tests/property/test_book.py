@@ -13,16 +13,17 @@ from weir.core.ledger.account import BUDGETS, Balance
 from weir.core.ledger.book import Book, LimitStanding, Standing, Taken
 from weir.core.ledger.records import BucketTake
 from weir.core.metering import NO_CHARGE, Charge, Worst
-from weir.core.tenancy import LIMIT_NAMES, Limits, Scope, Scopes, scopes_of
+from weir.core.tenancy import LIMIT_NAMES, Limits, Scope, Scopes, ServiceClass, scopes_of
 from weir.core.windows import LIFETIME_WINDOW, Calendar, FormerZone, WindowKind, Zones
 from weir.units import NANOS_PER_MINUTE, NANOS_PER_SECOND, Moment
 
 TENANTS = ("acme", "globex")
 CALLERS = [
-    scopes_of("acme", "web", "k1", "large"),
-    scopes_of("acme", "web", "k2", "small"),
-    scopes_of("acme", "jobs", "k3", "large"),
-    scopes_of("globex", "web", "k4", "large"),
+    scopes_of("acme", "web", "k1", "large", ServiceClass.INTERACTIVE),
+    scopes_of("acme", "web", "k1", "large", ServiceClass.BATCH),
+    scopes_of("acme", "web", "k2", "small", ServiceClass.INTERACTIVE),
+    scopes_of("acme", "jobs", "k3", "large", ServiceClass.BATCH),
+    scopes_of("globex", "web", "k4", "large", ServiceClass.INTERACTIVE),
 ]
 SCOPES = sorted({scope for scopes in CALLERS for scope in scopes}, key=repr)
 MINUTE_LIMITS = ("requests_per_minute", "tokens_per_minute")
@@ -224,9 +225,9 @@ class Recount(RuleBasedStateMachine):
         returns = self.book.end(number, charge, self.now.monotonic_ns)
         self.posted.append((hold, charge))
         unused_tokens = hold.worst.tokens - charge.tenant_tokens
-        taken = {(take.application, take.key, take.alias, take.limit) for take in hold.taken.takes}
+        taken = {take.bucket for take in hold.taken.takes}
         for back in returns:
-            assert (back.application, back.key, back.alias, back.limit) in taken
+            assert back.bucket in taken
             assert back.limit == "tokens_per_minute"
             assert 0 < back.units <= unused_tokens
 
@@ -303,8 +304,8 @@ TestRecount.settings = settings(deadline=None, max_examples=60, stateful_step_co
 
 # ── one case each ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-CALLER = scopes_of("acme", "web", "k1", "large")
-LEAF = Scope("acme", "web", "k1", "large")
+CALLER = scopes_of("acme", "web", "k1", "large", ServiceClass.INTERACTIVE)
+LEAF = Scope("acme", "web", "k1", "large", ServiceClass.INTERACTIVE)
 
 
 def test_a_limit_set_later_meets_the_true_figures() -> None:
@@ -383,7 +384,7 @@ def test_a_removed_limit_forgets_and_a_new_one_starts_full() -> None:
     book = Book()
     book.configure({LEAF: Limits(tokens_per_minute=100)}, {}, 0)
     taken = book.take("hold", CALLER, Worst(50, 50, 0), ZERO)
-    assert taken.takes == (BucketTake("web", "k1", "large", "tokens_per_minute", 100),)
+    assert taken.takes == (BucketTake("web", "k1", "large", "tokens_per_minute", 100, ServiceClass.INTERACTIVE),)
     book.configure({}, {}, 0)
     book.configure({LEAF: Limits(tokens_per_minute=100)}, {}, 0)
     assert book.end("hold", NO_CHARGE, 0) == ()
@@ -405,13 +406,14 @@ def test_stored_balances_and_takes_are_rebuilt_for_every_scope() -> None:
     book = Book()
     book.configure({Scope("acme"): Limits(tokens_per_minute=100, requests_per_minute=10)}, {}, 0)
     book.restore_balance(LEAF, LIFETIME_WINDOW, 70, 30)
-    book.restore_balance(Scope("acme", "web", "k2", "large"), LIFETIME_WINDOW, 5, 1)
+    book.restore_balance(Scope("acme", "web", "k2", "large", ServiceClass.BATCH), LIFETIME_WINDOW, 5, 1)
     book.restore_take("acme", BucketTake(None, None, None, "tokens_per_minute", 40), 0)
     book.restore_take("acme", BucketTake("web", None, None, "tokens_per_minute", 60), 0)
     book.restore_take("acme", BucketTake(None, None, None, "tokens_per_hour", 60), 0)
     assert book.balance_of(Scope("acme")) == Balance(spent_microusd=75, spent_tokens=31)
     assert book.balance_of(Scope("acme", alias="large")) == Balance(spent_microusd=75, spent_tokens=31)
     assert book.balance_of(LEAF) == Balance(spent_microusd=70, spent_tokens=30)
+    assert book.balance_of(Scope("acme", service_class=ServiceClass.BATCH)) == Balance(spent_microusd=5, spent_tokens=1)
     assert book.standing(CALLER, 0) == Standing(LimitStanding(10, 10, 0), LimitStanding(100, 60, 24_000))
     assert book.standing(CALLER, NANOS_PER_MINUTE).tokens.remaining == 100
 
@@ -429,7 +431,7 @@ def test_a_restored_take_is_clamped_to_the_present_rate() -> None:
     book = Book()
     book.configure({LEAF: Limits(tokens_per_minute=60)}, {}, 0)
     for _ in range(3):
-        book.restore_take("acme", BucketTake("web", "k1", "large", "tokens_per_minute", 300), 0)
+        book.restore_take("acme", BucketTake("web", "k1", "large", "tokens_per_minute", 300, ServiceClass.INTERACTIVE), 0)
     assert book.standing(CALLER, 0).tokens == LimitStanding(60, 0, 60_000)
     assert book.standing(CALLER, NANOS_PER_MINUTE // 2).tokens.remaining == 30
 

@@ -9,12 +9,13 @@ from weir.control.snapshots import build_snapshot
 from weir.core.ledger.book import Book
 from weir.core.metering import Charge, Worst
 from weir.core.registry.snapshot import Snapshot
-from weir.core.tenancy import Limits, Scope, scopes_of
+from weir.core.tenancy import Limits, Scope, ServiceClass, scopes_of
 from weir.ports import Catalog
 from weir.units import Moment
 
-CALLER = scopes_of("acme", "app", "key", "assistant")
-SCOPES = (*CALLER, Scope("acme", "other"), Scope("acme", alias="other"))
+CALLER = scopes_of("acme", "app", "key", "assistant", ServiceClass.INTERACTIVE)
+BATCH = Scope("acme", service_class=ServiceClass.BATCH)
+SCOPES = (*CALLER, Scope("acme", "other"), Scope("acme", alias="other"), BATCH)
 NOW = Moment(0, 1_767_225_600_000)
 WORST = Worst(3, 4, 5)
 NOTHING = Charge(0, 0, 0, 0, 0, False)

@@ -206,7 +206,7 @@ _UP: list[Up] = [
     ReattachedAll(),
     CancelById(1, _TEXT, _TEXT),
     Lookup(1, _TEXT, _TEXT),
-    AskStanding(1, _TEXT, _TEXT, _TEXT, _TEXT),
+    AskStanding(1, _TEXT, _TEXT, _TEXT, _TEXT, ServiceClass.BATCH),
 ]
 _PART = SnapshotPart(
     base=1,

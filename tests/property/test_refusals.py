@@ -11,7 +11,7 @@ from weir import errors
 from weir.api.wire import members_of, problem, retry_headers
 from weir.core.ledger.book import Book
 from weir.core.metering import NO_CHARGE, Charge, Worst
-from weir.core.tenancy import LIMIT_NAMES, Limits, Scope, scopes_of
+from weir.core.tenancy import LIMIT_NAMES, Limits, Scope, ServiceClass, scopes_of
 from weir.core.windows import Zones
 from weir.units import Moment
 
@@ -21,7 +21,7 @@ ZONES = {"acme": Zones("Europe/Berlin"), "globex": Zones("Asia/Tokyo")}
 MINUTE_CODES = ("requests_limited", "tokens_limited")
 SMALL = st.integers(1, 40)
 WORST = st.builds(Worst, st.integers(0, 20), st.integers(1, 20), st.integers(0, 30))
-SCOPES = [scope for tenant in TENANTS for scope in scopes_of(tenant, "app", "key", "assistant")]
+SCOPES = [scope for tenant in TENANTS for scope in scopes_of(tenant, "app", "key", "assistant", ServiceClass.INTERACTIVE)]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def refusals(limits: dict[Scope, Limits], asked: list[Ask], tenant: str, alone: 
         now_ms += ask.pause_ms
         if alone and ask.tenant != tenant:
             continue
-        scopes, now = scopes_of(ask.tenant, "app", "key", "assistant"), moment(now_ms)
+        scopes, now = scopes_of(ask.tenant, "app", "key", "assistant", ServiceClass.INTERACTIVE), moment(now_ms)
         refused = book.check(scopes, ask.worst, now)
         if refused is None:
             book.take(number, scopes, ask.worst, now)
@@ -87,13 +87,13 @@ def test_a_refusal_names_its_limit_with_the_figures_of_the_account(
     book, now_ms = book_with(limits), 0
     for number, ask in enumerate(asked):
         now_ms += ask.pause_ms
-        scopes = scopes_of(ask.tenant, "app", "key", "assistant")
+        scopes = scopes_of(ask.tenant, "app", "key", "assistant", ServiceClass.INTERACTIVE)
         if book.check(scopes, ask.worst, moment(now_ms)) is None:
             book.take(number, scopes, ask.worst, moment(now_ms))
             if ask.ends:
                 used = Charge(ask.worst.input_tokens, 0, 0, ask.worst.cost_microusd, 0, False)
                 book.end(number, used, moment(now_ms).monotonic_ns)
-    refused = book.check(scopes_of("acme", "app", "key", "assistant"), worst, moment(now_ms))
+    refused = book.check(scopes_of("acme", "app", "key", "assistant", ServiceClass.INTERACTIVE), worst, moment(now_ms))
     assume(refused is not None)
     assert refused is not None
     members = dict(refused.members)
@@ -120,7 +120,7 @@ def test_a_refusal_names_its_limit_with_the_figures_of_the_account(
 def test_the_time_to_come_back_is_true(name: str, amount: int, worst: Worst, after_ms: int) -> None:
     """Protects clients that wait: a millisecond before the announced time the same request is refused, then it is admitted."""
     book = book_with({Scope("acme"): replace(Limits(), **{name: amount})})
-    scopes = scopes_of("acme", "app", "key", "assistant")
+    scopes = scopes_of("acme", "app", "key", "assistant", ServiceClass.INTERACTIVE)
     number, refused = 0, book.check(scopes, worst, moment(after_ms))
     while refused is None and number < 100:
         book.take(number, scopes, worst, moment(after_ms))
@@ -140,7 +140,7 @@ def test_the_time_to_come_back_is_true(name: str, amount: int, worst: Worst, aft
 def test_a_budget_on_the_wire(name: str) -> None:
     """Protects the form: which limit, scope, figures, window, when it resets, and the headers that tell to wait until then."""
     book = book_with({Scope("acme", alias="assistant"): replace(Limits(), **{name: 50})})
-    scopes, worst = scopes_of("acme", "app", "key", "assistant"), Worst(10, 20, 30)
+    scopes, worst = scopes_of("acme", "app", "key", "assistant", ServiceClass.INTERACTIVE), Worst(10, 20, 30)
     book.take("first", scopes, worst, moment(0))
     refused = book.check(scopes, worst, moment(0))
     assert refused is not None

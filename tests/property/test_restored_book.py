@@ -3,6 +3,7 @@
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -49,7 +50,7 @@ class Records:
         for window in hold.taken.windows:
             balance = self.balances[hold.scopes[-1], window]
             balance[:] = balance[0] + charge.cost_microusd, balance[1] + charge.tenant_tokens
-        back = {(each.application, each.key, each.alias, each.limit): each.units for each in returns}
+        back = {each.bucket: each.units for each in returns}
         self.takes = [(maker, made, _net(take, back) if maker == number else take) for maker, made, take in self.takes]
 
     def rebuilt(self, limits: dict[Scope, Limits], zones: dict[str, Zones], now: Moment) -> Book:
@@ -68,9 +69,8 @@ class Records:
         return book
 
 
-def _net(take: BucketTake, back: dict[tuple[str | None, str | None, str | None, str], int]) -> BucketTake:
-    units = take.units - back.get((take.application, take.key, take.alias, take.limit), 0)
-    return BucketTake(take.application, take.key, take.alias, take.limit, units)
+def _net(take: BucketTake, back: dict[tuple[str | None, ...], int]) -> BucketTake:
+    return msgspec.structs.replace(take, units=take.units - back.get(take.bucket, 0))
 
 
 class Successors(RuleBasedStateMachine):

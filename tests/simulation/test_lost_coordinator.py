@@ -264,14 +264,14 @@ def test_questions_that_wait_are_told_at_once() -> None:
         stand.store_s["find_execution"] = 1.0
         front.ask(request_id="running")
         await asyncio.sleep(1.5)
-        inbox, name, caller = front.inbox, tenant_name(0), principal_of(0)
+        inbox, name = front.inbox, tenant_name(0)
 
         def questions() -> list[Coroutine[Any, Any, Any]]:
             return [
                 inbox.lookup(name, "unknown"),
                 inbox.cancel(name, "unknown"),
                 inbox.cancel(name, "running"),
-                inbox.standing(name, caller.application, caller.key, ALIAS.name),
+                inbox.standing(principal_of(0), ALIAS.name),
             ]
 
         waiting = [front.tasks.create_task(fails(question)) for question in questions()]

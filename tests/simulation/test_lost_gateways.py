@@ -20,7 +20,7 @@ from weir.core.ledger.records import EndRecord, HoldRecord, ReleaseRecord, Settl
 from weir.core.metering import Basis
 from weir.core.request import Queued
 from weir.core.scheduling.orders import BYPASSES_MAX
-from weir.core.tenancy import scopes_of
+from weir.core.tenancy import ServiceClass, scopes_of
 from weir.messages import (
     AskStanding,
     CancelById,
@@ -58,7 +58,7 @@ async def fill(gateway: Listening, tenant: int) -> list[int]:
 
 def taken(stand: Stand, tenant: int) -> tuple[int, int]:
     """What is missing of a tenant's buckets at this instant: requests and tokens."""
-    scopes = scopes_of(tenant_name(tenant), "app", key_of(tenant), "assistant")
+    scopes = scopes_of(tenant_name(tenant), "app", key_of(tenant), "assistant", ServiceClass.INTERACTIVE)
     standing = stand.book.standing(scopes, stand.clock.monotonic_ns())
     assert standing.requests.remaining is not None and standing.tokens.remaining is not None
     return REQUESTS_PER_MINUTE - standing.requests.remaining, TOKENS_PER_MINUTE - standing.tokens.remaining

@@ -179,7 +179,7 @@ def test_buckets_get_back_what_was_not_used_at_a_settlement_after_a_takeover() -
         again.end(first)
         again.end(second)
         standing = stand.book.standing(
-            scopes_of(tenant_name(LOST), "app", key_of(LOST), "assistant"), stand.clock.monotonic_ns()
+            scopes_of(tenant_name(LOST), "app", key_of(LOST), "assistant", ServiceClass.INTERACTIVE), stand.clock.monotonic_ns()
         )
         assert standing.tokens.remaining == 6_000 - 2 * (INPUT_TOKENS + 8) + elapsed_ms // 10
         await a_moment()

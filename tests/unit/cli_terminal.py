@@ -72,7 +72,10 @@ def explained(tenant: str, request_id: str) -> dict[str, Any]:
     events = [
         {"event": "received", "at_ms": 0.0, "alias": "assistant", "stream": True},
         {"event": "admitted", "at_ms": 0.5, "held_microusd": 1_500, "held_tokens": 1_100}
-        | {"windows": ["day/2023-11-14", "lifetime"], "scopes": [{"tenant": tenant}, {"tenant": tenant, "alias": "assistant"}]}
+        | {
+            "windows": ["day/2023-11-14", "lifetime"],
+            "scopes": [{"tenant": tenant}, {"tenant": tenant, "alias": "assistant", "service_class": "batch"}],
+        }
         | {
             "takes": [take, {"limit": "requests_per_minute", "units": 1}],
             "door": {"lanes": 8, "free": 3, "predicted_wait_ms": 0},
@@ -89,7 +92,8 @@ class EmptyCell:
 
     async def accounts(self, tenant: str) -> Sequence[dict[str, Any]]:
         figures = {"limit": 5_000_000, "held": 1_500, "spent": 250_000, "resets_at_ms": 1_700_006_400_000}
-        return [{"scope": {"tenant": tenant}, "limit_name": "spend_microusd_per_day", **figures}]
+        scope = {"tenant": tenant, "service_class": "batch"}
+        return [{"scope": scope, "limit_name": "spend_microusd_per_day", **figures}]
 
     async def open_holds(self, tenant: str) -> int:
         return 0

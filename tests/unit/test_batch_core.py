@@ -98,9 +98,11 @@ def hold_of(request: InferenceRequest, snapshot: Snapshot = SNAPSHOT) -> Worst:
 def held(requests: tuple[InferenceRequest, ...]) -> Iterator[tuple[Scope, int, int]]:
     """(scope, micro-dollars, tokens) that the ledger's own book holds of these requests, all at once."""
     book, numbers = Book(), count()
-    every = {scope for request in requests for scope in scopes_of("acme", "jobs", "k1", request.model_alias)}
+    every = {
+        scope for request in requests for scope in scopes_of("acme", "jobs", "k1", request.model_alias, ServiceClass.BATCH)
+    }
     for request in requests:
-        scopes = scopes_of(CALLER.tenant, CALLER.application, CALLER.key, request.model_alias)
+        scopes = scopes_of(CALLER.tenant, CALLER.application, CALLER.key, request.model_alias, ServiceClass.BATCH)
         book.take(next(numbers), scopes, hold_of(request), NOW)
     for scope in every:
         balance = book.balance_of(scope, LIFETIME_WINDOW)
@@ -134,11 +136,12 @@ def test_the_worst_case_of_a_file_is_what_its_lines_would_hold() -> None:
     """Protects budgets and batches alike: in every scope tokens are those of all holds, and money is, but for its rounding."""
     sums = worst_by_scope(summed(REQUESTS), CALLER, SNAPSHOT)
     lines = {scope: len([one for one in REQUESTS if scope.alias in (None, one.model_alias)]) for scope in sums}
-    assert len(sums) == 3 + 3 * 3
+    assert len(sums) == 2 * (3 + 3 * 3)
     for scope, microusd, tokens in held(REQUESTS):
         assert sums[scope].tokens == tokens
         assert microusd - lines[scope] < sums[scope].cost_microusd <= microusd
-    assert [scope.alias is None for scope in sums] == [True] * 3 + [False] * 9
+    assert [scope.alias is None for scope in sums] == ([True] * 3 + [False] * 9) * 2
+    assert [scope.service_class for scope in sums] == [None] * 12 + [ServiceClass.BATCH] * 12
 
 
 def test_where_nothing_is_rounded_the_worst_case_is_exact() -> None:
@@ -157,7 +160,13 @@ def test_a_line_alone_is_what_its_hold_is() -> None:
 
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=lambda budget: budget.name)
-@pytest.mark.parametrize("scope", [*scopes_of("acme", "jobs", "k1", "large"), *scopes_of("acme", "jobs", "k1", "small")[3:]])
+@pytest.mark.parametrize(
+    "scope",
+    [
+        *scopes_of("acme", "jobs", "k1", "large", ServiceClass.BATCH),
+        *scopes_of("acme", "jobs", "k1", "small", ServiceClass.BATCH)[3:],
+    ],
+)
 def test_a_file_above_a_window_is_refused_and_one_at_it_is_not(budget: Budget, scope: Scope) -> None:
     """Protects tenants from batches that cannot end: scope, limit and both numbers are named; what just fits is let in."""
     record = file_of(summed(REQUESTS))
@@ -184,6 +193,16 @@ def test_the_widest_scope_is_named_first() -> None:
     assert caught.value.members["limit"] == "tokens_per_month"
 
 
+def test_a_batch_is_of_its_own_class_whoever_sends_it() -> None:
+    """Protects interactive budgets: a batch of an interactive application meets the budgets of batch, and only those."""
+    record, caller = file_of(summed(REQUESTS)), msgspec.structs.replace(CALLER, service_class=ServiceClass.INTERACTIVE)
+    jobs, others = (Scope("acme", "jobs", service_class=each) for each in (ServiceClass.BATCH, ServiceClass.INTERACTIVE))
+    refuse_unaffordable(record, caller, replace(SNAPSHOT, limits={others: Limits(spend_microusd_per_day=1)}))
+    with pytest.raises(errors.ExceedsLimitCapacity) as caught:
+        refuse_unaffordable(record, caller, replace(SNAPSHOT, limits={jobs: Limits(spend_microusd_per_day=1)}))
+    assert caught.value.members["scope"] == {"tenant": "acme", "application": "jobs", "service_class": "batch"}
+
+
 def test_a_limit_of_nothing_refuses_what_costs_nothing() -> None:
     """Protects 0 as a limit: no line would be admitted, and so no batch is."""
     free = replace(SNAPSHOT, revisions={LARGE.id: replace(LARGE, price=Price(1, 0, 0, 0))})
@@ -200,6 +219,7 @@ def test_a_limit_of_nothing_refuses_what_costs_nothing() -> None:
         {Scope("acme", "web"): Limits(tokens_lifetime=0)},
         {Scope("acme", "jobs", "k2"): Limits(tokens_lifetime=0)},
         {Scope("acme", alias="other"): Limits(tokens_lifetime=0)},
+        {Scope("acme", service_class=ServiceClass.INTERACTIVE): Limits(tokens_lifetime=0)},
         {Scope("acme"): Limits(requests_per_minute=1, tokens_per_minute=1, concurrency=1)},
     ],
 )

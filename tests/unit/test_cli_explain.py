@@ -25,7 +25,7 @@ async def test_a_timeline_reads_as_a_table(terminal: Terminal) -> None:
     assert " ".join(" ".join(lines[3:]).split()) == (
         "0.0 received alias assistant, stream yes"
         " 0.5 admitted held $0.0015, held tokens 1,100, windows: day/2023-11-14; lifetime,"
-        " scopes: tenant acme; alias assistant,"
+        " scopes: tenant acme; alias assistant service class batch,"
         " takes: 1,100 of tokens per minute (application assistant); 1 of requests per minute (tenant),"
         " door: lanes 8, free 3, predicted wait 0 ms"
         " 12.0 dispatched attempt 1, replica r-2,"

@@ -14,7 +14,7 @@ import pytest
 from tests.contract.admin_stand import book_usage
 from tests.unit.cli_terminal import Terminal, terminal_of
 
-from weir.core.tenancy import LIMIT_NAMES, Limits, Scope
+from weir.core.tenancy import LIMIT_NAMES, Limits, Scope, ServiceClass
 from weir.storage.database import open_sqlite
 
 
@@ -51,6 +51,27 @@ async def test_limits_are_set_removed_and_shown(terminal: Terminal) -> None:
     ):
         result = await terminal.run("limit", "set", *scope, change)
         assert result.status == 1 and result.err.startswith("error: ") and said in result.err
+
+
+async def test_limits_of_a_class_are_its_own(terminal: Terminal) -> None:
+    """Protects both scopes: a class's limits are set, shown, accounted for and removed beside those of every class."""
+    scope, jobs = ("--tenant", "globex"), ("--tenant", "globex", "--service-class", "batch")
+    before = (await terminal.good("limit", "show", *scope, "--json"))[0]
+    entry = await terminal.good("limit", "set", *jobs, "concurrency=16", "spend_microusd_per_day=5000000")
+    public = {"tenant": "globex", "service_class": "batch"}
+    assert entry == {"scope": public, "concurrency": 16, "spend_microusd_per_day": 5_000_000}
+    limits = dict((await terminal.store.load()).limits)
+    assert limits[Scope("globex", service_class=ServiceClass.BATCH)].concurrency == 16
+    assert await terminal.good("limit", "show", *jobs, "--json") == [entry]
+    assert await terminal.good("limit", "show", *scope, "--json") == [before, entry]
+    shown = cells((await terminal.run("limit", "show", *jobs)).out)
+    assert shown[0] == ["tenant", "application", "key", "alias", "class", "limit", "value"]
+    assert ["globex", "batch", "concurrency", "16"] in shown
+    audited = (await terminal.run("audit", "--limit", "1")).out
+    assert "tenant=globex/service_class=batch" in audited
+    assert await terminal.good("limit", "remove", *jobs) == {"scope": public}
+    assert await terminal.good("limit", "show", *scope, "--json") == [before]
+    assert (await terminal.run("limit", "set", "--tenant", "globex", "--service-class", "x", "concurrency=1")).status == 2
 
 
 async def test_every_limit_is_set_shown_and_removed_by_name_or_altogether(terminal: Terminal) -> None:
@@ -208,7 +229,7 @@ async def test_usage_as_a_parquet_file(terminal: Terminal, tmp_path: Path) -> No
 async def test_what_is_held_and_spent_is_shown(terminal: Terminal) -> None:
     """Protects the view of an account: limit, held, spent, and when it resets."""
     shown = cells((await terminal.run("ledger", "show", "acme")).out)
-    assert shown[1] == ["acme", "spend_microusd_per_day", "5,000,000", "1,500", "250,000", "2023-11-15T00:00:00.000Z"]
+    assert shown[1] == ["acme", "batch", "spend_microusd_per_day", "5,000,000", "1,500", "250,000", "2023-11-15T00:00:00.000Z"]
     assert shown[-1] == ["open", "holds:", "0"]
     [account] = (await terminal.good("ledger", "show", "acme", "--json"))["accounts"]
     assert (account["held"], account["spent"]) == (1_500, 250_000)
@@ -228,7 +249,7 @@ async def test_the_check_of_a_ledger_exits_by_what_it_found(terminal: Terminal) 
     with closing(sqlite3.connect(path)) as database, database:
         database.execute("UPDATE ledger_balance SET spent_tokens = 1 WHERE budget_window = 'month/2023-11'")
     found = await terminal.run("ledger", "verify")
-    assert found.status == 1 and "problem: The balance of acme/assistant/k/assistant for month/2023-11" in found.out
+    assert found.status == 1 and "problem: The balance of acme/assistant/k/assistant/interactive for month/2023-11" in found.out
     assert found.out.splitlines()[-1] == "not clean: 1 problem(s)"
     await ledger.aclose()
     await catalog.aclose()

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from tests.contract.stores import hold
+from tests.contract.stores import hold, settle
 
 from weir import errors
 from weir.coordinator.recovery import Recovered, recover
@@ -16,8 +16,9 @@ from weir.sim.faults import StepClock
 from weir.sim.virtual_loop import VirtualLoop, run
 from weir.sim.world import REVISION, Spec, first_snapshot
 from weir.storage.memory import MemoryLedger
+from weir.units import Moment
 
-SCOPES = scopes_of("tenant-0", "app", "000000000000", "assistant")
+SCOPES = scopes_of("tenant-0", "app", "000000000000", "assistant", ServiceClass.INTERACTIVE)
 LIMITS = {Scope("tenant-0"): Limits(tokens_per_minute=600)}
 GROUP_MS = 5
 
@@ -65,6 +66,45 @@ def test_open_holds_end_by_rule_before_anything_is_served() -> None:
 def test_buckets_continue_from_recent_takes(age_ms: int, remaining: int) -> None:
     """Protects rates through a restart: what was taken is still refilling, and a wall clock set back makes it new, not old."""
     assert run(_recovered(MemoryLedger(), age_ms=age_ms), until_ms=1_000)[1] == remaining
+
+
+@pytest.mark.parametrize("service_class", ServiceClass)
+def test_what_a_class_took_held_and_spent_is_its_own_again(service_class: ServiceClass) -> None:
+    """Protects limits of a class through a restart: its bucket, its budget and its open holds, and nobody else's."""
+    scopes = {each: Scope("tenant-0", service_class=each) for each in ServiceClass}
+    limits = dict.fromkeys(scopes.values(), Limits(tokens_per_minute=600, concurrency=9, spend_microusd_lifetime=10_000))
+
+    async def script() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        clock, ledger, snapshot = StepClock(loop), MemoryLedger(), first_snapshot(Spec(limits=limits))
+        takes = (BucketTake(None, None, None, "tokens_per_minute", 200, service_class),)
+        ended, kept = (
+            msgspec.structs.replace(
+                _hold(seq, name, clock.wall_ms()),
+                service_class=service_class,
+                takes=takes,
+                pool=next(iter(snapshot.pools)),
+                gateway_session="gateway.1",
+            )
+            for seq, name in ((1, "ended"), (2, "kept"))
+        )
+        end = settle(3, ended.id, at_ms=clock.wall_ms(), cost=40)
+        await ledger.write((await ledger.open_epoch(0)).epoch, [ended, kept, end])
+        recovered = await recover(ledger, clock, snapshot, GROUP_MS, keeps_open=True)
+        assert [found.hold.id for found in recovered.kept] == [kept.id]
+        now = Moment(clock.monotonic_ns(), clock.wall_ms())
+        shown = {
+            (row["scope"]["service_class"], row["limit_name"]): (row["held"], row["spent"])
+            for row in recovered.book.accounts_of("tenant-0", now)
+        }
+        other = next(each for each in ServiceClass if each is not service_class)
+        figures = {"tokens_per_minute": (0, 400), "concurrency": (1, 0), "spend_microusd_lifetime": (140, 40)}
+        assert shown == {(service_class, name): figure for name, figure in figures.items()} | {
+            (other, name): (0, 0) for name in figures
+        }
+
+    run(script(), until_ms=1_000)
 
 
 def test_a_crash_in_the_second_attempt_books_the_first_one_too() -> None:

@@ -13,6 +13,7 @@ from weir.core.tenancy import (
     Limits,
     Retention,
     Scope,
+    ServiceClass,
     Tenant,
     digest_of_key,
     format_key,
@@ -77,13 +78,19 @@ def test_what_is_kept_of_a_tenants_streams_ends_with_the_tenant(changes: dict[st
 
 def test_the_scopes_of_a_request_are_listed_widest_first() -> None:
     """Protects admission: all six scopes apply, each with and without the alias, and the widest answers first."""
-    assert scopes_of("t", "a", "k", "m") == (
+    assert scopes_of("t", "a", "k", "m", ServiceClass.BATCH) == (
         Scope("t"),
         Scope("t", "a"),
         Scope("t", "a", "k"),
         Scope("t", alias="m"),
         Scope("t", "a", alias="m"),
         Scope("t", "a", "k", "m"),
+        Scope("t", service_class=ServiceClass.BATCH),
+        Scope("t", "a", service_class=ServiceClass.BATCH),
+        Scope("t", "a", "k", service_class=ServiceClass.BATCH),
+        Scope("t", alias="m", service_class=ServiceClass.BATCH),
+        Scope("t", "a", alias="m", service_class=ServiceClass.BATCH),
+        Scope("t", "a", "k", "m", ServiceClass.BATCH),
     )
 
 
@@ -93,6 +100,7 @@ def test_the_scopes_of_a_request_are_listed_widest_first() -> None:
         (Scope("t"), {"tenant": "t"}),
         (Scope("t", alias="m"), {"tenant": "t", "alias": "m"}),
         (Scope("t", "a", "k", "m"), {"tenant": "t", "application": "a", "key": "k", "alias": "m"}),
+        (Scope("t", "a", service_class=ServiceClass.BATCH), {"tenant": "t", "application": "a", "service_class": "batch"}),
     ],
 )
 def test_a_scope_shows_only_what_is_set(scope: Scope, public: dict[str, str]) -> None:

@@ -19,13 +19,13 @@ from weir.core.request import Queued
 from weir.core.routing.capacity import NOTHING, Need
 from weir.core.routing.prefixes import PrefixIndex
 from weir.core.routing.replica import Replica, ReplicaEvent, ReplicaLimits
-from weir.core.tenancy import scopes_of
+from weir.core.tenancy import ServiceClass, scopes_of
 from weir.messages import Finish, Stopped
 from weir.sim.world import REVISION
 
 WALL_MS = 1_700_000_000_000
 WORST = worst_case(REVISION.price, ASKED.input_tokens, ASKED.max_output_tokens, 1)
-SCOPES = scopes_of(ASKED.tenant, ASKED.application, ASKED.key, ASKED.alias)
+SCOPES = scopes_of(ASKED.tenant, ASKED.application, ASKED.key, ASKED.alias, ServiceClass.INTERACTIVE)
 TAKEN = Taken(("day/2023-11-14", "lifetime"), (BucketTake(None, None, None, "tokens_per_minute", 15),))
 LIMITED = errors.BudgetExhausted("Not today.", members={"scope": {"tenant": ASKED.tenant}, "limit": 3, "used": 2, "held": 1})
 

@@ -150,10 +150,11 @@ class ScopeBody(Body):
     application: str | None = None
     key: str | None = None
     alias: str | None = None
+    service_class: Annotated[ServiceClass | None, Field(strict=False)] = None
 
     def scope(self) -> Scope:
         """As the core names it."""
-        return Scope(self.tenant, self.application, self.key, self.alias)
+        return Scope(self.tenant, self.application, self.key, self.alias, self.service_class)
 
 
 def _limits_schema(schema: dict[str, Any]) -> None:
@@ -192,6 +193,7 @@ class LimitsQuery(Parameters):
     application: str | None = None
     key: str | None = None
     alias: str | None = None
+    service_class: ServiceClass | None = None
 
 
 class UsageParameters(Parameters):

@@ -110,6 +110,7 @@ class ScopeView(View):
     application: str | None = None
     key: str | None = None
     alias: str | None = None
+    service_class: ServiceClass | None = None
 
 
 class LimitsView(Changed):

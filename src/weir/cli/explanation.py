@@ -19,7 +19,7 @@ _MONEY, _TIME = "_microusd", "_ms"
 _DETAILS_CHARS = 90
 """With its time and name an event fits a usual terminal."""
 
-_SCOPE = ("tenant", "application", "key", "alias")
+_SCOPE = ("tenant", "application", "key", "alias", "service_class")
 
 
 @connected(admin_connection)
@@ -91,7 +91,7 @@ def _value(value: Any) -> str:
 
 def _scope(scope: Mapping[str, Any]) -> str:
     """A scope as its narrowing parts, or the tenant where there are none."""
-    parts = [f"{part} {scope[part]}" for part in _SCOPE if scope.get(part) is not None]
+    parts = [f"{_words(part)} {scope[part]}" for part in _SCOPE if scope.get(part) is not None]
     return " ".join(parts[1:] or parts)
 
 

@@ -14,6 +14,7 @@ import typer
 from weir import errors
 from weir.cli.admin_client import JsonOption, admin_connection
 from weir.cli.http_api import Connection, connected
+from weir.cli.limit import SCOPE_COLUMNS, scope_cells
 from weir.cli.tables import print_json, print_table, thousands
 from weir.ports import LedgerReport
 
@@ -35,13 +36,17 @@ def show(
         print_json(ledger)
         return
     rows = [_row(account) for account in ledger["accounts"]]
-    print_table(("tenant", "application", "key", "alias", "kind", *_FIGURES, "resets at"), rows, numeric=_FIGURES)
+    print_table((*SCOPE_COLUMNS, "kind", *_FIGURES, "resets at"), rows, numeric=_FIGURES)
     print(f"open holds: {ledger['open_holds']}")
 
 
 def _row(account: dict[str, Any]) -> tuple[str, ...]:
-    scope = tuple(account["scope"].get(part, "") for part in ("tenant", "application", "key", "alias"))
-    return (*scope, account["kind"], *(thousands(account[name]) for name in _FIGURES), account["resets_at"] or "")
+    return (
+        *scope_cells(account["scope"]),
+        account["kind"],
+        *(thousands(account[name]) for name in _FIGURES),
+        account["resets_at"] or "",
+    )
 
 
 @commands.command()

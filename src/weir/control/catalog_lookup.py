@@ -5,6 +5,7 @@ that was deleted does not exist any more, nor does what it owned, except for tho
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 from weir import errors
@@ -117,7 +118,7 @@ def resolve_scope(catalog: Catalog, scope: Scope) -> Scope:
         require_application(catalog, scope.tenant, application)
     if scope.alias is not None and not _names_alias(catalog, scope.tenant, scope.alias):
         raise errors.NotFound(f"There is no alias {scope.alias!r}.")
-    return Scope(scope.tenant, application, scope.key, scope.alias)
+    return replace(scope, application=application)
 
 
 def _names_alias(catalog: Catalog, tenant: str, name: str) -> bool:
@@ -131,18 +132,14 @@ def limits_of(catalog: Catalog, scope: Scope) -> Limits:
 
 
 def limits_matching(catalog: Catalog, parts: dict[str, str]) -> list[tuple[Scope, Limits]]:
-    """Entries whose scope has these parts (tenant, application, key, alias), widest first within a tenant.
+    """Entries whose scope has these parts (tenant, application, key, alias, service_class), widest first within a tenant.
 
     None of a tenant that was deleted.
     """
     deleted = {tenant.name for tenant in catalog.tenants if tenant.deleted}
     entries = (entry for entry in catalog.limits if entry[0].tenant not in deleted)
     matching = [(scope, limits) for scope, limits in entries if parts.items() <= scope.public().items()]
-    return sorted(matching, key=lambda entry: tuple(part or "" for part in _ordered(entry[0])))
-
-
-def _ordered(scope: Scope) -> tuple[str | None, ...]:
-    return scope.tenant, scope.application, scope.key, scope.alias
+    return sorted(matching, key=lambda entry: entry[0].order)
 
 
 def _found(matching: Iterable[T], otherwise: str) -> T:

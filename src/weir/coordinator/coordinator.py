@@ -395,7 +395,8 @@ class Coordinator:
         if isinstance(refusal, errors.RequestInFlight | errors.OutputNotRetained):
             known = self._executions.get(asked.tenant, asked.request_id)
             generation = known.public() if known else stored
-        standing = self._queries.standing(scopes_of(asked.tenant, asked.application, asked.key, asked.alias))
+        scopes = scopes_of(asked.tenant, asked.application, asked.key, asked.alias, asked.service_class)
+        standing = self._queries.standing(scopes)
         session.inbox.deliver(rejection_of(asked, refusal, standing, generation))
 
     # ── progress and ends ────────────────────────────────────────────────────────────────────────────────────────────

@@ -375,7 +375,7 @@ def _plain(value: Any) -> Any:
         case Scope():
             return value.public()
         case BucketTake():
-            place = {"application": value.application, "key": value.key, "alias": value.alias}
+            place = _fields(value, "application", "key", "alias", "service_class")
             return _plain({"limit": value.limit, "units": value.units, **place})
         case Candidate() | DoorFigures():
             return _plain(msgspec.structs.asdict(value))

@@ -69,7 +69,7 @@ class Queries:
 
     def on_ask_standing(self, session: Session, query: AskStanding) -> None:
         """The caller's per-minute limits."""
-        scopes = scopes_of(query.tenant, query.application, query.key, query.alias)
+        scopes = scopes_of(query.tenant, query.application, query.key, query.alias, query.service_class)
         session.inbox.deliver(StandingFound(query.query, self.standing(scopes)))
 
     def standing(self, scopes: Scopes) -> StandingView:

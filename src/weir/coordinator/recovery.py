@@ -66,7 +66,7 @@ def _rebuild(book: Book, recovery: Recovery, kept: Iterable[OpenHold], clock: Cl
     book.resume(now_ms)
     book.configure(snapshot.limits, snapshot.zones(), earliest_ns)
     for leaf in recovery.balances:
-        scope = Scope(leaf.tenant, leaf.application, leaf.key, leaf.alias)
+        scope = Scope(leaf.tenant, leaf.application, leaf.key, leaf.alias, leaf.service_class)
         book.restore_balance(scope, leaf.window, leaf.spent_microusd, leaf.spent_tokens)
     held = set()
     for found in kept:
@@ -74,6 +74,6 @@ def _rebuild(book: Book, recovery: Recovery, kept: Iterable[OpenHold], clock: Cl
         book.restore_hold(found.hold.id, scopes_of_hold(found.hold), worst_of(found.hold), found.hold.windows)
     for take in recovery.recent_takes:
         age_ms = min(max(0, now_ms - take.at_ms), RECENT_TAKES_MS)  # a wall clock that stepped back makes it new
-        entry = BucketTake(take.application, take.key, take.alias, take.limit, take.net_units)
+        entry = BucketTake(take.application, take.key, take.alias, take.limit, take.net_units, take.service_class)
         maker = take.hold if take.hold in held else None
         book.restore_take(take.tenant, entry, now_ns - ns_from_ms(age_ms), maker)

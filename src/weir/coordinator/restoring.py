@@ -27,7 +27,7 @@ def worst_of(hold: HoldRecord) -> Worst:
 
 def scopes_of_hold(hold: HoldRecord) -> Scopes:
     """Whom a hold counts against."""
-    return scopes_of(hold.id.tenant, hold.application, hold.key, hold.alias)
+    return scopes_of(hold.id.tenant, hold.application, hold.key, hold.alias, hold.service_class)
 
 
 def price_of_hold(hold: HoldRecord, snapshot: Snapshot) -> Price:

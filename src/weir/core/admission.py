@@ -145,8 +145,9 @@ def decide(asked: Asked, snapshot: Snapshot, bound: Bound | None, book: Book, do
         return refusal
     if asked.is_quarantined:
         return errors.Quarantined("Two replicas were lost while they ran this request; it is refused for a while.")
-    scopes = scopes_of(asked.principal.tenant, asked.principal.application, asked.principal.key, asked.alias)
-    price = revision.price.of(asked.principal.service_class)
+    principal = asked.principal
+    scopes = scopes_of(principal.tenant, principal.application, principal.key, asked.alias, principal.service_class)
+    price = revision.price.of(principal.service_class)
     worst = worst_case(price, asked.input_tokens, asked.max_output_tokens, asked.choices)
     refused = book.check(scopes, worst, now) or door_refusal(door, asked.deadline_ms)
     return refused or Admit(bound.execution + 1 if bound else 1, revision, price, scopes, worst)

@@ -157,36 +157,39 @@ def digest_of_key(presented: str) -> bytes | None:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What a limit attaches to: a tenant, one of its applications, or one key of that, each also narrowed to one alias."""
+    """What a limit attaches to: a tenant, one of its applications, or one key of that, each also narrowed.
+
+    alias: to one alias. service_class: to requests of one class, which is `batch` for lines of a batch, whoever sent it.
+    """
 
     tenant: str
     application: str | None = None
     key: str | None = None
     alias: str | None = None
+    service_class: ServiceClass | None = None
 
     @property
-    def order(self) -> tuple[str, str, str, str]:
+    def order(self) -> tuple[str, str, str, str, str]:
         """Where a catalog lists its limits."""
-        return self.tenant, self.application or "", self.key or "", self.alias or ""
+        return self.tenant, self.application or "", self.key or "", self.alias or "", self.service_class or ""
 
     def public(self) -> dict[str, str]:
         """The scope as refusals and the management API show it: only the fields that are set."""
-        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        return {f.name: str(value) for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
 
 Scopes: TypeAlias = tuple[Scope, ...]
 
 
 @lru_cache(maxsize=16_384)
-def scopes_of(tenant: str, application: str, key: str, alias: str) -> Scopes:
-    """Every scope whose limits apply to a request, widest first."""
-    return (
-        Scope(tenant),
-        Scope(tenant, application),
-        Scope(tenant, application, key),
-        Scope(tenant, alias=alias),
-        Scope(tenant, application, alias=alias),
-        Scope(tenant, application, key, alias),
+def scopes_of(tenant: str, application: str, key: str, alias: str, service_class: ServiceClass) -> Scopes:
+    """Every scope whose limits apply to a request, widest first: those of every class, then those of its own."""
+    owners = ((None, None), (application, None), (application, key))
+    return tuple(
+        Scope(tenant, of_application, of_key, of_alias, of_class)
+        for of_class in (None, service_class)
+        for of_alias in (None, alias)
+        for of_application, of_key in owners
     )
 
 

@@ -227,9 +227,10 @@ class Inbox:
         """Cancel and wait until terminal. Raises LedgerUnavailable when the store cannot be asked, CoordinatorLost."""
         return self._checked(await self._ask(lambda query: CancelById(query, tenant, request_id)))
 
-    async def standing(self, tenant: str, application: str, key: str, alias: str) -> StandingView:
+    async def standing(self, caller: Principal, alias: str) -> StandingView:
         """The caller's per-minute limits. Raises CoordinatorLost."""
-        answer = await self._ask(lambda query: AskStanding(query, tenant, application, key, alias))
+        who = (caller.tenant, caller.application, caller.key)
+        answer = await self._ask(lambda query: AskStanding(query, *who, alias, caller.service_class))
         assert isinstance(answer, StandingFound)
         return answer.standing
 

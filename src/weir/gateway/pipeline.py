@@ -337,7 +337,7 @@ class Gateway:
         """The caller's per-minute limits, for headers of what the coordinator did not see; none while it is lost."""
         try:
             async with asyncio.timeout(_STANDING_S):
-                return await self.inbox.standing(principal.tenant, principal.application, principal.key, alias)
+                return await self.inbox.standing(principal, alias)
         except (errors.CoordinatorLost, TimeoutError):
             return StandingView()
 

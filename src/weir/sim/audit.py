@@ -281,14 +281,17 @@ def audit_balances(checker: Checker, recovery: Recovery, usage: Iterable[UsageRo
         row[0] += 1
         if isinstance(end, SettleRecord):
             for window in hold.windows:
-                leaf = spent[name.tenant, hold.application, hold.key, hold.alias, window]
+                leaf = spent[name.tenant, hold.application, hold.key, hold.alias, hold.service_class, window]
                 leaf[0] += end.cost_microusd
                 leaf[1] += end.tenant_input_tokens + end.tenant_output_tokens
             row[1] += end.cost_microusd
             row[2] += end.platform_microusd
     stored = {
-        (leaf.tenant, leaf.application, leaf.key, leaf.alias, leaf.window): [leaf.spent_microusd, leaf.spent_tokens]
-        for leaf in recovery.balances
+        (each.tenant, each.application, each.key, each.alias, each.service_class, each.window): [
+            each.spent_microusd,
+            each.spent_tokens,
+        ]
+        for each in recovery.balances
     }
     assert stored == {leaf: sums for leaf, sums in spent.items() if any(sums)}, "balances are not the sums of the settlements"
     assert {

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime
 from random import Random
 
-from weir.core.tenancy import LIMIT_NAMES, Limits, Scope
+from weir.core.tenancy import LIMIT_NAMES, Limits, Scope, ServiceClass
 from weir.core.windows import FormerZone
 from weir.sim.naive_calendar import DAY, MONTH, end_ms
 from weir.sim.world import ALIAS, BRIEF, CALLERS, REVISION, World, key_of, tenant_name
@@ -70,7 +70,8 @@ def scopes_of_tenant(number: int) -> list[Scope]:
     callers = [(application, key_of(number, caller)) for caller, (application, _) in enumerate(CALLERS)]
     applications = sorted({application for application, _ in callers})
     wide = [Scope(tenant), *(Scope(tenant, name) for name in applications), *(Scope(tenant, *caller) for caller in callers)]
-    return wide + [replace(scope, alias=alias) for scope in wide for alias in (ALIAS.name, BRIEF.name)]
+    wide += [replace(scope, alias=alias) for scope in wide for alias in (ALIAS.name, BRIEF.name)]
+    return wide + [replace(scope, service_class=each) for scope in wide for each in ServiceClass]
 
 
 def _amount(random: Random, name: str) -> int:

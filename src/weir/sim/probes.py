@@ -9,7 +9,7 @@ from dataclasses import replace
 from random import Random
 
 from weir import errors
-from weir.core.tenancy import LIMIT_NAMES, Limits, Scope
+from weir.core.tenancy import LIMIT_NAMES, Limits, Scope, ServiceClass
 from weir.sim.changes import ZONES, scopes_of_tenant, wall_start_of
 from weir.sim.random_source import seeded_random
 from weir.sim.world import SMALL_STEPS, Order, Spec, World, play
@@ -34,7 +34,11 @@ def run_probes(seed: int) -> World:
 
 def _limits(random: Random) -> dict[Scope, Limits]:
     """Limits of one tenant on scopes that its first caller lies in."""
-    scopes = [scope for scope in scopes_of_tenant(0) if scope.application in (None, "app")]
+    scopes = [
+        scope
+        for scope in scopes_of_tenant(0)
+        if scope.application in (None, "app") and scope.service_class in (None, ServiceClass.INTERACTIVE)
+    ]
     return {
         scope: Limits(**{name: random.choice(_AMOUNTS[name.partition("_")[0]]) for name in random.sample(_PROBED, 2)})
         for scope in random.sample(scopes, 3)

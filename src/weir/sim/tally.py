@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from weir.core.ledger.records import EndRecord, HoldRecord, SettleRecord
+from weir.core.ledger.records import BucketTake, EndRecord, HoldRecord, SettleRecord
 from weir.core.metering import Price
 from weir.core.registry.snapshot import Snapshot
 from weir.core.tenancy import Limits, Scope, Scopes, scopes_of
@@ -129,7 +129,7 @@ class Tally:
                 tokens = end.tenant_input_tokens + end.tenant_output_tokens
                 if end.cost_microusd or tokens:
                     self._calendars[hold.id.tenant].remember(hold.windows)
-                for scope in scopes_of(hold.id.tenant, hold.application, hold.key, hold.alias):
+                for scope in scopes_of(hold.id.tenant, hold.application, hold.key, hold.alias, hold.service_class):
                     self._spend(scope, hold.windows, end.cost_microusd, tokens)
 
     def _restore_takes(self, hold: HoldRecord, end: EndRecord) -> None:
@@ -137,10 +137,10 @@ class Tally:
         age_ms = max(0, self._opened.wall_ms - hold.at_ms)
         if age_ms > _TAKES_READ_MS:
             return
-        returned = {(back.application, back.key, back.alias, back.limit): back.units for back in end.returns}
+        returned = {_bucket_of(hold.id.tenant, back): back.units for back in end.returns}
         for take in hold.takes:
-            bucket = self._buckets.get((Scope(hold.id.tenant, take.application, take.key, take.alias), take.limit))
-            units = take.units - returned.get((take.application, take.key, take.alias, take.limit), 0)
+            bucket = self._buckets.get(_bucket_of(hold.id.tenant, take))
+            units = take.units - returned.get(_bucket_of(hold.id.tenant, take), 0)
             if bucket is not None and units > 0:
                 bucket.restore(hold.id, units, self._opened.monotonic_ns - ns_from_ms(age_ms))
 
@@ -179,7 +179,7 @@ class Tally:
         worst = acquire.input_tokens * dearest + acquire.max_output_tokens * price.output_microusd
         return Counted(
             owner=owner,
-            scopes=scopes_of(acquire.tenant, acquire.application, acquire.key, acquire.alias),
+            scopes=scopes_of(acquire.tenant, acquire.application, acquire.key, acquire.alias, acquire.service_class),
             price=price,
             windows=self._calendars[acquire.tenant].windows(self._clock.wall_ms()),
             held_microusd=ceil_div(acquire.choices * worst, MILLION),
@@ -307,7 +307,7 @@ class Tally:
     def check_returns(self, counted: Counted, end: EndRecord) -> None:
         """The durable end says what buckets got back."""
         tenant = end.id.tenant
-        booked = {(Scope(tenant, back.application, back.key, back.alias), back.limit): back.units for back in end.returns}
+        booked = {_bucket_of(tenant, back): back.units for back in end.returns}
         for key, units in counted.returns.items():
             assert booked.get(key, 0) == units, f"{end.id} gave {key} {booked.get(key, 0)} back, and it was {units}"
 
@@ -325,6 +325,10 @@ class Tally:
         """Whether nothing is held and nothing is in flight."""
         held = any(amounts.held_microusd or amounts.held_tokens for amounts in self._amounts.values())
         return not held and not any(self._in_flight.values())
+
+
+def _bucket_of(tenant: str, take: BucketTake) -> tuple[Scope, str]:
+    return Scope(tenant, take.application, take.key, take.alias, take.service_class), take.limit
 
 
 def _units(limit: str, tokens: Tokens) -> int:

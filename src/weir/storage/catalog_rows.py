@@ -100,7 +100,7 @@ def read_limits(connection: Connection) -> list[tuple[Scope, Limits]]:
     table = schema.LIMIT_ENTRY
     found: dict[Scope, dict[str, int]] = {}
     for row in connection.execute(select(table).order_by(*table.primary_key)).mappings():
-        scope = Scope(row["tenant"], *(row[part] or None for part in _SCOPE_PARTS[1:]))
+        scope = msgspec.convert({part: row[part] for part in _SCOPE_PARTS if row[part]}, Scope)
         found.setdefault(scope, {})[row["limit_name"]] = row["value"]
     return [(scope, Limits(**values)) for scope, values in found.items()]
 

@@ -12,13 +12,13 @@ from typing import TypeAlias
 
 from weir import errors
 from weir.ports import LedgerReport
-from weir.storage.ledger_rows import COPIED_COLUMNS
+from weir.storage.ledger_rows import COPIED_COLUMNS, LEAF
 
 Row: TypeAlias = Sequence[object]
 Query: TypeAlias = Callable[[str, Sequence[str]], Sequence[Row]]
 """A statement with `?` for each of its parameters, to its rows."""
-Leaf: TypeAlias = tuple[str, str, str, str, str]
-"""Tenant, application, key, alias and budget window."""
+Leaf: TypeAlias = tuple[str, str, str, str, str, str]
+"""Tenant, application, key, alias, service class and budget window."""
 
 SHOWN_MAX = 10
 _SEPARATOR = "\n"
@@ -35,16 +35,14 @@ _TENANTS = (
     "SELECT tenant FROM ledger_balance UNION SELECT tenant FROM ledger_settlement UNION SELECT tenant FROM usage_rollup "
     "ORDER BY tenant"
 )
-_LEAF = "tenant, application, key, alias, window_names"
+_LEAF = f"{LEAF}, window_names"
 _AMOUNTS = "cost_microusd, tenant_input_tokens, tenant_output_tokens"
 _POSTED = (
     f"SELECT {_LEAF}, sum(cost_microusd), sum(tenant_input_tokens + tenant_output_tokens) FROM (SELECT {_LEAF}, {_AMOUNTS} "
     f"FROM ledger_settlement WHERE tenant = ? UNION ALL SELECT {_LEAF}, {_AMOUNTS} FROM usage_rollup WHERE tenant = ?) "
     f"AS ended GROUP BY {_LEAF}"
 )
-_STORED = (
-    "SELECT tenant, application, key, alias, budget_window, spent_microusd, spent_tokens FROM ledger_balance WHERE tenant = ?"
-)
+_STORED = f"SELECT {LEAF}, budget_window, spent_microusd, spent_tokens FROM ledger_balance WHERE tenant = ?"
 
 _E = "e.tenant || '/' || e.request_id || ' execution ' || e.execution"
 _H = "h.tenant || '/' || h.request_id || ' execution ' || h.execution"
@@ -140,7 +138,7 @@ def _differences(stored: Mapping[Leaf, tuple[int, int]], posted: Mapping[Leaf, t
         kept, counted = stored.get(leaf, nothing), posted.get(leaf, nothing)
         if kept != counted:
             yield (
-                f"The balance of {'/'.join(leaf[:4])} for {leaf[4]} is {kept} and its records say {counted} "
+                f"The balance of {'/'.join(leaf[:-1])} for {leaf[-1]} is {kept} and its records say {counted} "
                 "(micro-dollars, tokens)."
             )
 
@@ -148,9 +146,9 @@ def _differences(stored: Mapping[Leaf, tuple[int, int]], posted: Mapping[Leaf, t
 def _by_leaf(rows: Iterable[Row]) -> dict[Leaf, tuple[int, int]]:
     """Sums by leaf and window of rows that each name one window or several."""
     sums: defaultdict[Leaf, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for tenant, application, key, alias, names, microusd, tokens in rows:
+    for tenant, application, key, alias, service_class, names, microusd, tokens in rows:
         for window in str(names).split(_SEPARATOR):
-            leaf = (str(tenant), str(application), str(key), str(alias), window)
+            leaf = (str(tenant), str(application), str(key), str(alias), str(service_class), window)
             sums[leaf] = (sums[leaf][0] + _integer(microusd), sums[leaf][1] + _integer(tokens))
     return dict(sums)
 

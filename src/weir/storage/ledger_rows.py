@@ -25,7 +25,7 @@ from weir.core.ledger.records import (
 from weir.core.metering import Basis, InputBasis
 from weir.core.tenancy import ServiceClass
 from weir.messages import GenerationRecord
-from weir.ports import USAGE_GROUPS, OpenHold, RecentTake, StoredExecution, UsageQuery, UsageRow
+from weir.ports import USAGE_GROUPS, LeafBalance, OpenHold, RecentTake, StoredExecution, UsageQuery, UsageRow
 from weir.units import Millis
 
 Row: TypeAlias = tuple[Any, ...]
@@ -46,6 +46,8 @@ END_COLUMNS = (
     "delivered_tokens, tenant_input_tokens, tenant_cached_input_tokens, tenant_output_tokens, cost_microusd, "
     "platform_microusd, queue_ms, ttft_ms, tpot_ms, total_ms, bucket_returns, error_code, error_detail"
 )
+LEAF = "tenant, application, key, alias, service_class"
+"""What balances are kept by, in every window."""
 DAY = "substr(window_names, 5, 10)"
 """The date in `day/YYYY-MM-DD`, which comes first."""
 _OF_HELD_BEFORE = "tenant = ? AND request_id = ? AND execution = ? AND seq < ?"
@@ -70,13 +72,13 @@ CLOSE_ENDED = "DELETE FROM ledger_open WHERE hold_seq IN (SELECT hold_seq FROM l
 ENDED_SEQS = "SELECT seq FROM ledger_settlement WHERE seq BETWEEN ? AND ?"
 INSERT_LATE = "INSERT INTO ledger_late (seq, at_ms, tenant, request_id, execution, record) VALUES (?, ?, ?, ?, ?, ?)"
 POSTED_BY_LEAF = (
-    "SELECT tenant, application, key, alias, window_names, sum(cost_microusd), sum(tenant_input_tokens + tenant_output_tokens) "
+    f"SELECT {LEAF}, window_names, sum(cost_microusd), sum(tenant_input_tokens + tenant_output_tokens) "
     "FROM ledger_settlement WHERE seq BETWEEN ? AND ? AND cost_microusd + tenant_input_tokens + tenant_output_tokens > 0 "
-    "GROUP BY tenant, application, key, alias, window_names"
+    f"GROUP BY {LEAF}, window_names"
 )
 ADD_TO_BALANCE = (
-    "INSERT INTO ledger_balance (tenant, application, key, alias, budget_window, spent_microusd, spent_tokens) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (tenant, application, key, alias, budget_window) DO UPDATE SET "
+    f"INSERT INTO ledger_balance ({LEAF}, budget_window, spent_microusd, spent_tokens) "
+    f"VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT ({LEAF}, budget_window) DO UPDATE SET "
     "spent_microusd = spent_microusd + excluded.spent_microusd, spent_tokens = spent_tokens + excluded.spent_tokens"
 )
 _SUMMED = (
@@ -86,7 +88,7 @@ _SUMMED = (
     "cost_microusd",
     "platform_microusd",
 )
-_ROLLED_BY = "tenant, application, key, alias, revision, day, status, workload_class, window_names"
+_ROLLED_BY = f"{LEAF}, revision, day, status, workload_class, window_names"
 _OLD = "FROM ledger_settlement WHERE seq IN (SELECT seq FROM ledger_settlement WHERE at_ms < ? ORDER BY at_ms, seq LIMIT ?)"
 """By time, not by number: ends that a fast clock stamped with a later day must not keep those after them."""
 ROLL_UP = (
@@ -107,12 +109,12 @@ ADD_REJECTIONS = (
     "INSERT INTO rejection (tenant, code, minute_ms, number) VALUES (?, ?, ?, ?) "
     "ON CONFLICT (tenant, code, minute_ms) DO UPDATE SET number = rejection.number + excluded.number"
 )
-_BALANCE = "SELECT tenant, application, key, alias, budget_window, spent_microusd, spent_tokens FROM ledger_balance"
+_BALANCE = f"SELECT {LEAF}, budget_window, spent_microusd, spent_tokens FROM ledger_balance"
 BALANCES = (
     f"{_BALANCE} WHERE budget_window = 'lifetime' "
     f"UNION ALL {_BALANCE} WHERE budget_window >= ? AND budget_window < 'day0' "
     f"UNION ALL {_BALANCE} WHERE budget_window >= ? AND budget_window < 'month0' "
-    "ORDER BY tenant, application, key, alias, budget_window"
+    f"ORDER BY {LEAF}, budget_window"
 )
 """Parameters: the floors of day and month windows that may be present. (`0` follows the `/` that ends a window's kind.)
 
@@ -241,11 +243,17 @@ def _window_names(windows: tuple[str, ...]) -> str:
 def balance_rows(posted: Iterable[Row]) -> list[Row]:
     """Parameters of ADD_TO_BALANCE from the rows of POSTED_BY_LEAF: one per leaf and budget window."""
     return [
-        (tenant, application, key, alias, window, microusd, tokens)
-        for tenant, application, key, alias, names, microusd, tokens in posted
+        (*leaf, window, microusd, tokens)
+        for *leaf, names, microusd, tokens in posted
         for window in names.split(_WINDOW_SEPARATOR)
         if window
     ]
+
+
+def leaf_balance(row: Sequence[Any]) -> LeafBalance:
+    """A row of BALANCES as the port's value."""
+    tenant, application, key, alias, service_class, *posted = row
+    return LeafBalance(tenant, application, key, alias, ServiceClass(service_class), *posted)
 
 
 def recent_takes(rows: Iterable[Row]) -> list[RecentTake]:
@@ -262,12 +270,13 @@ def net_takes(
     hold: ExecutionId, at_ms: Millis, takes: Iterable[BucketTake], returns: Iterable[BucketTake] | None
 ) -> Iterable[RecentTake]:
     """One hold's takes less what its end returned, None while it has none; those returned wholly are left out."""
-    returned = {(back.application, back.key, back.alias, back.limit): back.units for back in returns or ()}
+    returned = {back.bucket: back.units for back in returns or ()}
     maker = hold if returns is None else None
     for take in takes:
-        units = take.units - returned.get((take.application, take.key, take.alias, take.limit), 0)
+        units = take.units - returned.get(take.bucket, 0)
         if units > 0:
-            yield RecentTake(hold.tenant, take.application, take.key, take.alias, take.limit, units, at_ms, maker)
+            place = (hold.tenant, take.application, take.key, take.alias)
+            yield RecentTake(*place, take.limit, units, at_ms, maker, take.service_class)
 
 
 def stored_execution(row: Row) -> StoredExecution:

@@ -32,13 +32,13 @@ from weir.ports import (
     UsageRow,
 )
 from weir.storage.ledger_audit import differing_balances
-from weir.storage.ledger_rows import check_group_count, check_groups, net_takes
+from weir.storage.ledger_rows import check_group_count, check_groups, leaf_balance, net_takes
 from weir.units import Millis
 
 Operation: TypeAlias = Literal["open_epoch", "write", "find_execution", "usage", "verify", "prune", "count_rejections"]
 Delay: TypeAlias = Callable[[Operation], Awaitable[None]]
 Fault: TypeAlias = Callable[[Operation], Exception | None]
-_Leaf: TypeAlias = tuple[str, str, str, str, str]
+_Leaf: TypeAlias = tuple[str, str, str, str, str, str]
 _MS_PER_DAY: Millis = 86_400_000
 
 
@@ -232,7 +232,7 @@ class MemoryLedger:
     def _recent_balances(self, since_ms: Millis) -> list[LeafBalance]:
         floor_of = dict(zip(("day", "month"), floors_of(since_ms), strict=True))
         return [
-            LeafBalance(*leaf, *spent)
+            leaf_balance((*leaf, *spent))
             for leaf, spent in sorted(self._balances.items())
             if leaf[-1] == LIFETIME_WINDOW or leaf[-1] >= floor_of[leaf[-1].partition("/")[0]]
         ]
@@ -274,7 +274,8 @@ def _posted(hold: HoldRecord, end: EndRecord) -> Iterator[tuple[_Leaf, int, int]
     if isinstance(end, SettleRecord):
         tokens = end.tenant_input_tokens + end.tenant_output_tokens
         for window in hold.windows if end.cost_microusd + tokens else ():
-            yield (hold.id.tenant, hold.application, hold.key, hold.alias, window), end.cost_microusd, tokens
+            leaf = (hold.id.tenant, hold.application, hold.key, hold.alias, hold.service_class.value, window)
+            yield leaf, end.cost_microusd, tokens
 
 
 def _selected(query: UsageQuery, end: EndRecord) -> bool:

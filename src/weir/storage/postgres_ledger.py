@@ -17,7 +17,7 @@ from sqlalchemy.util import await_only, greenlet_spawn
 from weir import errors
 from weir.core.ledger.records import EndRecord, HoldRecord, LedgerRecord, StepRecord
 from weir.core.windows import floors_of
-from weir.ports import LeafBalance, LedgerReport, Recovery, StoredExecution, UsageQuery, UsageRow
+from weir.ports import LedgerReport, Recovery, StoredExecution, UsageQuery, UsageRow
 from weir.storage import ledger_audit
 from weir.storage import ledger_rows as rows
 from weir.storage import postgres_statements as statements
@@ -124,7 +124,7 @@ async def _open_epoch(recent_since_ms: Millis, database: Connection) -> Recovery
         return Recovery(
             epoch=cell["epoch"],
             next_seq=cell["last_seq"] + 1,
-            balances=[LeafBalance(*row) for row in balances],
+            balances=[rows.leaf_balance(tuple(row)) for row in balances],
             open_holds=[rows.open_hold(tuple(row)) for row in open_holds],
             recent_takes=rows.recent_takes(map(tuple, takes)),
         )

@@ -85,7 +85,7 @@ def _write_statement() -> str:
         FROM given_end JOIN known ON {_same_execution("known", "given_end")} AND known.seq < given_end.seq
         ORDER BY given_end.seq
         ON CONFLICT (hold_seq) DO NOTHING
-        RETURNING seq, hold_seq, tenant, application, key, alias, window_names, cost_microusd,
+        RETURNING seq, hold_seq, {rows.LEAF}, window_names, cost_microusd,
             tenant_input_tokens + tenant_output_tokens AS tokens
     ),
     late AS (
@@ -97,12 +97,12 @@ def _write_statement() -> str:
         INSERT INTO ledger_open (hold_seq) SELECT seq FROM held WHERE seq NOT IN (SELECT hold_seq FROM ended)
     ),
     posted AS (
-        INSERT INTO ledger_balance AS balance (tenant, application, key, alias, budget_window, spent_microusd, spent_tokens)
-        SELECT tenant, application, key, alias, budget_window, sum(cost_microusd), sum(tokens)
+        INSERT INTO ledger_balance AS balance ({rows.LEAF}, budget_window, spent_microusd, spent_tokens)
+        SELECT {rows.LEAF}, budget_window, sum(cost_microusd), sum(tokens)
         FROM ended, unnest(string_to_array(window_names, E'\\n')) AS budget_window
         WHERE cost_microusd + tokens > 0
-        GROUP BY tenant, application, key, alias, budget_window
-        ON CONFLICT (tenant, application, key, alias, budget_window) DO UPDATE SET
+        GROUP BY {rows.LEAF}, budget_window
+        ON CONFLICT ({rows.LEAF}, budget_window) DO UPDATE SET
             spent_microusd = balance.spent_microusd + excluded.spent_microusd,
             spent_tokens = balance.spent_tokens + excluded.spent_tokens
     )

@@ -120,9 +120,11 @@ LEDGER_LATE = Table(
 LEDGER_BALANCE = Table(
     "ledger_balance",
     METADATA,
-    *_texts("tenant", "application", "key", "alias", "budget_window"),
+    *_texts("tenant", "application", "key", "alias", "service_class", "budget_window"),
     *_numbers("spent_microusd", "spent_tokens"),
-    PrimaryKeyConstraint("tenant", "application", "key", "alias", "budget_window"),
+    PrimaryKeyConstraint(
+        "tenant", "application", "key", "alias", "service_class", "budget_window", name="ledger_balance_of_class"
+    ),
     Index("ledger_balance_window", "budget_window"),
     sqlite_with_rowid=False,
 )
@@ -130,11 +132,14 @@ LEDGER_BALANCE = Table(
 USAGE_ROLLUP = Table(
     "usage_rollup",
     METADATA,
-    *_texts("tenant", "application", "key", "alias", "revision", "day", "status", "workload_class", "window_names"),
+    *_texts("tenant", "application", "key", "alias", "service_class", "revision", "day", "status", "workload_class"),
+    _required("window_names", Text),
     *_numbers("ended_day_ms", "requests", "tenant_input_tokens", "tenant_cached_input_tokens", "tenant_output_tokens"),
     *_numbers("cost_microusd", "platform_microusd"),
     PrimaryKeyConstraint(
-        "tenant", "application", "key", "alias", "revision", "day", "status", "workload_class", "window_names", "ended_day_ms"
+        *("tenant", "application", "key", "alias", "service_class", "revision", "day", "status", "workload_class"),
+        *("window_names", "ended_day_ms"),
+        name="usage_rollup_of_class",
     ),
     sqlite_with_rowid=False,
 )
@@ -279,9 +284,9 @@ ROLLOUT = Table(
 LIMIT_ENTRY = Table(
     "limit_entry",
     METADATA,
-    *_texts("tenant", "application", "key", "alias", "limit_name"),
+    *_texts("tenant", "application", "key", "alias", "service_class", "limit_name"),
     _required("value", BigInteger),
-    PrimaryKeyConstraint("tenant", "application", "key", "alias", "limit_name"),
+    PrimaryKeyConstraint("tenant", "application", "key", "alias", "service_class", "limit_name", name="limit_entry_of_class"),
 )
 """One row per limit that is set. A scope's absent parts are empty text: no part of a key may be null everywhere."""
 

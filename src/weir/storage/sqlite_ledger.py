@@ -14,7 +14,7 @@ from typing import TypeVar
 from weir import errors
 from weir.core.ledger.records import EndRecord, HoldRecord, LedgerRecord, StepRecord
 from weir.core.windows import floors_of
-from weir.ports import LeafBalance, LedgerReport, Recovery, StoredExecution, UsageQuery, UsageRow
+from weir.ports import LedgerReport, Recovery, StoredExecution, UsageQuery, UsageRow
 from weir.storage import ledger_audit
 from weir.storage import ledger_rows as rows
 from weir.storage.store_thread import StoreThread
@@ -107,7 +107,7 @@ def _open_epoch(recent_since_ms: Millis, database: sqlite3.Connection) -> Recove
     recovery = Recovery(
         epoch=epoch,
         next_seq=last_seq + 1,
-        balances=[LeafBalance(*row) for row in database.execute(rows.BALANCES, floors_of(recent_since_ms))],
+        balances=[rows.leaf_balance(row) for row in database.execute(rows.BALANCES, floors_of(recent_since_ms))],
         open_holds=[rows.open_hold(row) for row in database.execute(rows.OPEN_HOLDS)],
         recent_takes=rows.recent_takes(database.execute(rows.RECENT_TAKES, (recent_since_ms,))),
     )

@@ -128,6 +128,7 @@ def _scope() -> Json:
         "application": text("Its application, where the limit is that one's."),
         "key": text("The key's id, where the limit is that one's."),
         "alias": text("The alias, where the limit is for that one alone."),
+        "service_class": words("The service class, where the limit is for requests of that one alone.", ServiceClass),
     }
     return answer_object("What a limit attaches to; only what is set.", parts, ["tenant"])
 

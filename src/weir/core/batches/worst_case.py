@@ -36,15 +36,17 @@ def refuse_unaffordable(record: FileRecord, principal: Principal, snapshot: Snap
 def worst_by_scope(demands: tuple[AliasDemand, ...], principal: Principal, snapshot: Snapshot) -> dict[Scope, Worst]:
     """The sum of what all lines hold, in every scope that they count in, widest first. Raises UnknownAlias.
 
+    They are of the class `batch`, whatever their caller's application is.
+
     The cost is rounded up once for an alias and not for each line: it is below the sum of holds by less than a micro-dollar a
     line, so that nothing is refused which fits.
     """
     sums: dict[Scope, Worst] = {}
     for demand in demands:
         worst = _worst_of(demand, principal, snapshot)
-        for scope in scopes_of(principal.tenant, principal.application, principal.key, demand.alias):
+        for scope in scopes_of(principal.tenant, principal.application, principal.key, demand.alias, ServiceClass.BATCH):
             sums[scope] = _added(sums.get(scope, _NOTHING), worst)
-    return dict(sorted(sums.items(), key=lambda item: item[0].alias is not None))
+    return dict(sorted(sums.items(), key=lambda item: (item[0].service_class is not None, item[0].alias is not None)))
 
 
 def _worst_of(demand: AliasDemand, principal: Principal, snapshot: Snapshot) -> Worst:

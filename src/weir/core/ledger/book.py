@@ -9,9 +9,9 @@ Invariants.
 Why one book. Counters kept per gateway and merged periodically admit N times the limit; a check followed by an add, with a wait
 between, lets parallel requests overspend. Here a decision is one synchronous step of one owner.
 
-What is counted always is the *leaf* (tenant, application, key, alias); a wider scope has an account only while it has limits,
-and that one begins as the sum of its leaves, so that a limit set later meets the true figure. Buckets exist only where a
-per-minute limit is set; a new one starts full.
+What is counted always is the *leaf* (tenant, application, key, alias, service class); a wider scope has an account only while
+it has limits, and that one begins as the sum of its leaves, so that a limit set later meets the true figure. Buckets exist only
+where a per-minute limit is set; a new one starts full.
 """
 
 from collections import defaultdict
@@ -113,7 +113,7 @@ class Book:
     def _limited_among(self, scopes: Scopes) -> Iterable[Account]:
         """The accounts that may refuse a request, widest first; makes none, because a caller may name an alias that is none."""
         leaf = scopes[-1]
-        known = self._paths.get((leaf.tenant, leaf.application, leaf.key, leaf.alias))
+        known = self._paths.get((leaf.tenant, leaf.application, leaf.key, leaf.alias, leaf.service_class))
         if known is not None:
             return known
         return [account for scope in scopes if (account := self._limited.get(scope)) is not None]
@@ -121,7 +121,7 @@ class Book:
     def _path(self, scopes: Scopes) -> tuple[Account, ...]:
         """The accounts that a request counts in: those with limits, widest first, and its leaf."""
         leaf = scopes[-1]
-        key = (leaf.tenant, leaf.application, leaf.key, leaf.alias)
+        key = (leaf.tenant, leaf.application, leaf.key, leaf.alias, leaf.service_class)
         path = self._paths.get(key)
         if path is None:
             wider = [account for scope in scopes[:-1] if (account := self._limited.get(scope)) is not None]
@@ -143,7 +143,7 @@ class Book:
         self._resumed_ms = wall_ms
 
     def restore_balance(self, leaf: Scope, window: str, microusd: MicroDollars, tokens: Tokens) -> None:
-        """Count a leaf's stored balance in. leaf: a scope with all four fields set."""
+        """Count a leaf's stored balance in. leaf: a scope with every field set."""
         self._calendar(leaf.tenant).remember(window)
         for account in self._path(_scopes_of_leaf(leaf)):
             account.spend(window, microusd, tokens)
@@ -153,7 +153,7 @@ class Book:
 
         hold: the one that made it, if that is restored too.
         """
-        account = self._limited.get(Scope(tenant, take.application, take.key, take.alias))
+        account = self._limited.get(Scope(tenant, take.application, take.key, take.alias, take.service_class))
         bucket = account.buckets.get(take.limit) if account else None
         if bucket is not None:
             bucket.restore(take.units, at_ns, hold)
@@ -274,21 +274,27 @@ def _changes(limited: Mapping[Scope, Account], limits: Mapping[Scope, Limits]) -
 
 
 def _is_leaf(scope: Scope) -> bool:
-    return scope.application is not None and scope.key is not None and scope.alias is not None
+    return None not in (scope.application, scope.key, scope.alias, scope.service_class)
 
 
 def _contains(scope: Scope, leaf: Scope) -> bool:
     """Whether a leaf of the same tenant lies in a scope."""
-    return scope.application in (None, leaf.application) and scope.key in (None, leaf.key) and scope.alias in (None, leaf.alias)
+    return (
+        scope.application in (None, leaf.application)
+        and scope.key in (None, leaf.key)
+        and scope.alias in (None, leaf.alias)
+        and scope.service_class in (None, leaf.service_class)
+    )
 
 
 def _scopes_of_leaf(leaf: Scope) -> Scopes:
-    assert leaf.application is not None and leaf.key is not None and leaf.alias is not None
-    return scopes_of(leaf.tenant, leaf.application, leaf.key, leaf.alias)
+    assert leaf.application is not None and leaf.key is not None
+    assert leaf.alias is not None and leaf.service_class is not None
+    return scopes_of(leaf.tenant, leaf.application, leaf.key, leaf.alias, leaf.service_class)
 
 
 def _bucket_take(scope: Scope, limit: str, units: int) -> BucketTake:
-    return BucketTake(scope.application, scope.key, scope.alias, limit, units)
+    return BucketTake(scope.application, scope.key, scope.alias, limit, units, scope.service_class)
 
 
 def _tightest(accounts: Iterable[Account], name: str, now_ns: Nanos) -> LimitStanding:

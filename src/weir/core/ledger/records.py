@@ -23,14 +23,23 @@ class ExecutionId(msgspec.Struct, frozen=True, order=True):
     execution: int
 
 
-class BucketTake(msgspec.Struct, frozen=True):
-    """Units taken from one per-minute bucket. limit: `requests_per_minute` or `tokens_per_minute`."""
+class BucketTake(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Units taken from one per-minute bucket. limit: `requests_per_minute` or `tokens_per_minute`.
+
+    service_class: of the bucket's scope; absent in what is stored of a scope of every class.
+    """
 
     application: str | None
     key: str | None
     alias: str | None
     limit: str
     units: int
+    service_class: ServiceClass | None = None
+
+    @property
+    def bucket(self) -> tuple[str | None, ...]:
+        """Which bucket of its tenant."""
+        return self.application, self.key, self.alias, self.service_class, self.limit
 
 
 class HoldRecord(msgspec.Struct, frozen=True, tag="hold"):
