@@ -235,7 +235,7 @@ async def check_not_run_again(stage: Stage, seen: Seen) -> None:
     assert (answer.status, answer.json["code"]) == (409, "output_not_retained")
 
 
-@pytest.mark.parametrize("rounds", [12, pytest.param(200, marks=FULL)])
+@pytest.mark.parametrize("rounds", [6, pytest.param(200, marks=FULL)])
 @pytest.mark.parametrize("database", DATABASES)
 async def test_death_after_death(tmp_path: Path, database: str, rounds: int) -> None:
     """Round after round on one set of books: no crash costs a tenant anything, what was answered stays, no budget is passed."""

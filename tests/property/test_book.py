@@ -299,7 +299,7 @@ class Recount(RuleBasedStateMachine):
 
 
 TestRecount = Recount.TestCase
-TestRecount.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+TestRecount.settings = settings(deadline=None, max_examples=30, stateful_step_count=40)
 
 
 # ── one case each ────────────────────────────────────────────────────────────────────────────────────────────────────

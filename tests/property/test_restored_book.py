@@ -190,7 +190,7 @@ class Successors(RuleBasedStateMachine):
 
 
 TestSuccessors = Successors.TestCase
-TestSuccessors.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
+TestSuccessors.settings = settings(deadline=None, max_examples=75, stateful_step_count=40)
 
 
 def shown(refusal: errors.WeirError | None) -> object:

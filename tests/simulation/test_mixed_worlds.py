@@ -9,7 +9,7 @@ import pytest
 from weir.sim.seeds import run_seed
 
 SEED = os.environ.get("WEIR_SEED")
-SEEDS = [int(SEED)] if SEED else list(range(1, 1 + int(os.environ.get("WEIR_SIM_SEEDS", "200"))))
+SEEDS = [int(SEED)] if SEED else list(range(1, 1 + int(os.environ.get("WEIR_SIM_SEEDS", "120"))))
 SOAK_SEEDS = int(os.environ.get("WEIR_SIM_SEEDS", "3000"))
 SOAK_BLOCK = 100
 
