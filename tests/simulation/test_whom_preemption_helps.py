@@ -94,6 +94,31 @@ def test_what_only_slipped_past_keeps_no_lane() -> None:
     play(script, 16, kv_tokens=1_600)
 
 
+def test_a_batch_has_its_turns_again_once_room_was_made() -> None:
+    """Protects batches: however long others wait without a break, room is kept for them for a moment only."""
+
+    async def script(stand: Stand) -> None:
+        gateway = stand.gateway("one.1")
+        obey(gateway)
+        running = await lines(gateway, 4)
+        talking = [gateway.ask(1, **LONG) for _ in range(7)]
+        await asyncio.sleep(2 * GRACE_S)
+        assert len(asked_to_stop(gateway, running)) == 4
+        behind = await lines(gateway, 1, tenant=2)
+        for _ in range(60):
+            if not gateway.about(behind[0], Granted):
+                assert stand.waiting > len(behind), "somebody always waits"
+                ended = next(ref for ref in talking if gateway.about(ref, Granted))
+                talking.remove(ended)
+                gateway.end(ended)
+                talking.append(gateway.ask(1, **LONG))
+                await a_moment()
+        assert gateway.about(behind[0], Granted)
+        await end_all(stand, gateway, [*running, *behind, *talking])
+
+    play(script, LANES, config=replace(CONFIG, queue_wait_ms=60_000))
+
+
 def test_lines_that_read_stop_last() -> None:
     """Protects whoever waits: an engine in the middle of a prompt stops late, and one that writes at once."""
 

@@ -173,9 +173,12 @@ class BatchWorker:
 
     async def _set_aside(self, record: BatchRecord, fault: errors.BatchDamaged) -> None:
         """Somebody may restore what is damaged while the batch has time; behind that nothing else could ever end it."""
-        _log.error("batch_damaged", batch=record.id, tenant=record.tenant, detail=fault.detail)
         self._try_again(record, _BROKEN_S)
         with suppress(errors.FileStoreUnavailable):
+            if await self._files.has_ended(record):  # by another worker, which deleted what was read here
+                self._try_again(record)
+                return
+            _log.error("batch_damaged", batch=record.id, tenant=record.tenant, detail=fault.detail)
             if await self._files.is_over(record):
                 await self._fail(record, BatchFault(fault.code, fault.detail))
 

@@ -124,13 +124,18 @@ class Preemption:
         pool = self._pools.get(view.name)
         if pool is None or not pool.waiting:
             return False
-        return bool(pool.reserved) or not self._may_keep(pool)
+        return bool(self._reserved(pool)) or not self._may_keep(pool)
 
     def unreserved(self, view: PoolView) -> Collection[Replica]:
         """Replicas with a free lane on which no room is made for anybody."""
-        pool, now_ns = self._pool(view), self._clock.monotonic_ns()
-        pool.reserved = {name: until_ns for name, until_ns in pool.reserved.items() if until_ns > now_ns}
-        return [replica for name, replica in view.lanes.open.items() if name not in pool.reserved]
+        reserved = self._reserved(self._pool(view))
+        return [replica for name, replica in view.lanes.open.items() if name not in reserved]
+
+    def _reserved(self, pool: _Pool) -> Collection[str]:
+        now_ns = self._clock.monotonic_ns()
+        for name in [name for name, until_ns in pool.reserved.items() if until_ns <= now_ns]:
+            del pool.reserved[name]
+        return pool.reserved
 
     def shortened_ms(self, view: PoolView, need: Need, caution: float) -> Millis | None:
         """What one more that waits for an answer waits at most where no lane is free; None where no line makes room for it.

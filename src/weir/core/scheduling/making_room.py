@@ -54,10 +54,14 @@ def who_makes_room(claims: Sequence[Claim], sites: Mapping[str, Site], lent: Seq
         if each.site in on_site:
             on_site[each.site].append((age, each))
     stopped: list[Key] = []
+    too_much: dict[str | None, Tokens] = {}  # by what is avoided: room only gets less, so no more than this ever fits
     for claim in claims:
+        if claim.kv_tokens >= too_much.get(claim.avoid, claim.kv_tokens + 1):
+            continue
         able = [(_enough(site, claim, on_site[name]), name) for name, site in now.items() if name != claim.avoid]
         found = [(*enough, name) for enough, name in able if enough is not None]
         if not found:
+            too_much[claim.avoid] = claim.kv_tokens
             continue
         number, _, name = min(found)
         for _, each in on_site[name][:number]:
